@@ -9,7 +9,7 @@ from ._load_bias import LoadBias, load_bias, with_load
 from ._lora import LORA_PARAMETERS, lora, merge_lora
 from ._module import PipelineModule
 from ._nnx import AuxLoss, Metric
-from ._protocol import Layer
+from ._protocol import Layer, LayerCall
 from ._spec import LayerSpec, TiedLayerSpec
 from ._vocab import SoftCapped, VocabEmbed, VocabHead
 
@@ -34,6 +34,7 @@ __all__ = [
     "LORA_PARAMETERS",
     "AuxLoss",
     "Layer",
+    "LayerCall",
     "LayerSpec",
     "LoadBias",
     "Metric",

@@ -119,6 +119,35 @@ def mesh_for_init(names: Sequence[str]) -> AbstractMesh:
     return _auto_mesh(dict.fromkeys(names, 1) | dict(jax.sharding.get_abstract_mesh().shape))
 
 
+def mesh_fault(subject: str, error: Exception, automatic: Sequence[str]) -> LayerError | None:
+    """Error for what JAX refuses in how a layer uses the mesh; None for any other error."""
+    if is_unbound_axis(error):
+        return axis_fault(subject, error, automatic)
+    # JAX has no class for either of these errors. `tests/layers/test_layer_axes.py` pins the texts.
+    text = str(error)
+    if "with_sharding_constraint" in text or "Resource axis:" in text:
+        return constraint_fault(subject, text.partition(". ")[0].rstrip("."), automatic)
+    if "mesh passed to shard_map" in text:
+        return LayerError(
+            f"{subject} must open jax.shard_map on the mesh around it, whose axes 'stage' and "
+            "'data' are the pipeline's, but got a mesh of its own. Leave mesh= out and name the "
+            "axes to be split by hand: jax.shard_map(..., "
+            f"axis_names={{{', '.join(map(repr, automatic)) or '...'}}})."
+        )
+    return None
+
+
+def constraint_fault(subject: str, what: str, automatic: Sequence[str]) -> LayerError:
+    """Error for a sharding constraint that is not over automatic axes."""
+    return LayerError(
+        f"{subject} must name in its sharding constraints automatic axes of the mesh, of which it "
+        f"has {', '.join(map(repr, automatic)) or 'none'}, and no more of them than an array has "
+        f"dims, but got: {what}. Leave out 'stage' and 'data', and give the PipelineModule a "
+        "topology with every other axis, such as PipeModelDataParallelTopology(num_pp, num_mp, "
+        "num_dp) for 'model'."
+    )
+
+
 def axis_fault(subject: str, error: BaseException, automatic: Sequence[str]) -> LayerError:
     """Error for a collective over an axis that is not manual; `subject` such as `layer 0_Block`."""
     what = str(error).partition(". ")[0]

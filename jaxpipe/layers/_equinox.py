@@ -5,7 +5,8 @@ This is the only file of jaxpipe that imports `equinox`, and only when such a la
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +20,7 @@ from ._protocol import (
     Applied,
     CallArguments,
     Layer,
-    Rngs,
+    LayerCall,
     call_of,
     equal_or_same,
     identity_of,
@@ -67,49 +68,31 @@ class EquinoxLayer(Layer):
         self.arguments = CallArguments(call, 2, f"layer {self.class_name}", flags)
         self._check()
 
-    def init(
-        self,
-        key: jax.Array,
-        inputs: PyTree,
-        *,
-        side: Mapping[str, PyTree],
-        given: PyTree | None = None,
-    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
+    def init(self, key: jax.Array, call: LayerCall) -> tuple[PyTree, dict[str, Any]]:
         """See `Layer.init`; a module makes all its parameters itself and ignores `given`."""
         arrays = self._arrays_of(self._build(key))
         params = {path: leaf for path, leaf in arrays.items() if eqx.is_inexact_array(leaf)}
         others = {path: leaf for path, leaf in arrays.items() if path not in params}
-        variables = unflatten_dict(params), {"arrays": unflatten_dict(others)} if others else {}
-        outputs, _, _ = self.apply(*variables, inputs, rngs=None, train=False, side=side)
-        return outputs, *variables
+        return unflatten_dict(params), {"arrays": unflatten_dict(others)} if others else {}
 
-    def apply(
-        self,
-        params: PyTree,
-        collections: Mapping[str, PyTree],
-        inputs: PyTree,
-        *,
-        rngs: Rngs | None,
-        train: bool,
-        side: Mapping[str, PyTree],
-    ) -> Applied:
+    def apply(self, call: LayerCall) -> Applied:
         """See `Layer.apply`."""
-        values = {**flatten_dict(params), **flatten_dict(collections.get("arrays", {}))}
+        values = {**flatten_dict(call.params), **flatten_dict(call.collections.get("arrays", {}))}
         leaves, treedef = jax.tree.flatten_with_path(self._structure)
         module = jax.tree.unflatten(
             treedef, [values.get(_path(keys), leaf) for keys, leaf in leaves]
         )
-        if not train:
+        if not call.train:
             module = eqx.nn.inference_mode(module)
-        key = rngs["dropout"] if train and rngs is not None and "dropout" in rngs else None
-        if self.forward_fn is not None:
-            args, kwargs = self.arguments.select(rngs=rngs, train=train, side={"key": key, **side})
-            return self.forward_fn(module, inputs, *args, **kwargs), {**collections}, {}
-        if key is not None:
+        key = (call.rngs or {}).get("dropout") if call.train else None
+        if key is not None and self.forward_fn is None:
             # One key per sample: with a single key, `vmap` would give all samples the same dropout
             # mask.
-            key = jax.random.split(key, jax.tree.leaves(inputs)[0].shape[0])
-        given = self.arguments.select(rngs=rngs, train=train, side={"key": key, **side})
+            key = jax.random.split(key, jax.tree.leaves(call.inputs)[0].shape[0])
+        given = self.arguments.select(replace(call, side={"key": key, **call.side}))
+        if self.forward_fn is not None:
+            args, kwargs = given
+            return self.forward_fn(module, call.inputs, *args, **kwargs), {**call.collections}, {}
         # Flags and None are no arrays: `vmap` cannot map them.
         mapped, fixed = eqx.partition(given, eqx.is_array)
 
@@ -117,7 +100,7 @@ class EquinoxLayer(Layer):
             args, kwargs = eqx.combine(mapped, fixed)
             return module(inputs, *args, **kwargs)
 
-        return jax.vmap(one)(inputs, mapped), {**collections}, {}
+        return jax.vmap(one)(call.inputs, mapped), {**call.collections}, {}
 
     @functools.cached_property
     def _structure(self) -> Any:

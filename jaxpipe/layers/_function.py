@@ -4,11 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
-from jaxpipe._typing import PyTree
-
-from ._protocol import TRAIN_FLAGS, Applied, CallArguments, Layer, Rngs, identity_of
+from ._protocol import TRAIN_FLAGS, Applied, CallArguments, Layer, LayerCall, identity_of
 
 
 class FunctionLayer(Layer):
@@ -24,28 +20,7 @@ class FunctionLayer(Layer):
         self.identity = identity_of(function, tuple(flags.items()))
         self.arguments = CallArguments(function, 1, f"layer {self.class_name}", flags)
 
-    def init(
-        self,
-        key: jax.Array,
-        inputs: PyTree,
-        *,
-        side: Mapping[str, PyTree],
-        given: PyTree | None = None,
-    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        """See `Layer.init`; there are no variables."""
-        outputs, _, _ = self.apply({}, {}, inputs, rngs=None, train=False, side=side)
-        return outputs, {}, {}
-
-    def apply(
-        self,
-        params: PyTree,
-        collections: Mapping[str, PyTree],
-        inputs: PyTree,
-        *,
-        rngs: Rngs | None,
-        train: bool,
-        side: Mapping[str, PyTree],
-    ) -> Applied:
+    def apply(self, call: LayerCall) -> Applied:
         """See `Layer.apply`."""
-        args, kwargs = self.arguments.select(rngs=rngs, train=train, side=side)
-        return self._function(inputs, *args, **kwargs), {}, {}
+        args, kwargs = self.arguments.select(call)
+        return self._function(call.inputs, *args, **kwargs), {}, {}

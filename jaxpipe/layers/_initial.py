@@ -14,6 +14,7 @@ from ._axes import call_on_one
 from ._build import NamedLayer
 from ._model_trace import ModelTrace
 from ._precision import init_inputs, widened
+from ._protocol import LayerCall
 from ._sharding import rules_in_force, unbox
 from ._structs import as_arrays
 from ._tree import flatten_dict, unflatten_dict
@@ -37,18 +38,18 @@ def init_layer(
 
     def make(inputs: PyTree, side: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
         with rules_in_force(()):
-            _, params, collections = named.layer.init(key, inputs, side=side, given=given)
-        return widened(as_arrays(unbox((params, collections))), compute_dtype)
+            made = named.layer.init(key, LayerCall(inputs, side, given))
+        return widened(as_arrays(unbox(made)), compute_dtype)
 
     # Only shapes and dtypes matter, also for parameters that another layer makes.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
     axes = automatic_axes(trace.mesh)
-    try:
-        return call_on_one((), make, *zeros)  # see `_Call.variables`
-    except Exception:
-        if not axes:
-            raise
-    return call_on_one((*axes, *(name for name, _ in trace.rules)), make, *zeros)
+    # A mesh of the user's may be around, on which metadata is a constraint in any case.
+    is_around = not jax.sharding.get_abstract_mesh().empty
+    if axes and (is_around or trace.init_on_mesh[named.index]):
+        axes = (*axes, *(name for name, _ in trace.rules))
+        return call_on_one(axes, make, *zeros)
+    return call_on_one((), make, *zeros)
 
 
 def init_params(

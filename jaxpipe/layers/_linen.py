@@ -1,7 +1,6 @@
 """Flax Linen modules as layers."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from ._protocol import (
     Applied,
     CallArguments,
     Layer,
-    Rngs,
+    LayerCall,
     call_of,
     flag_values,
     identity_of,
@@ -79,62 +78,39 @@ class LinenLayer(Layer):
         """See `Layer.takes_flag`; a boolean field counts too."""
         return name in self._fields or super().takes_flag(name)
 
-    def init(
-        self,
-        key: jax.Array,
-        inputs: PyTree,
-        *,
-        side: Mapping[str, PyTree],
-        given: PyTree | None = None,
-    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
+    def init(self, key: jax.Array, call: LayerCall) -> tuple[PyTree, dict[str, Any]]:
         """See `Layer.init`; variables keep the partition metadata that the module gives them."""
-        args, kwargs = self.arguments.select(rngs=None, train=False, side=side)
+        args, kwargs = self.arguments.select(call)
         module = self._with_flags(train=False)
-        if given:
-            # `init_with_output` would make the given parameters again; here the module makes only
-            # the others.
-            call = nn.apply(self._call, module, mutable=DenyList(["intermediates"]))
-            call = functools.partial(
-                call, {"params": given}, inputs, *args, rngs=layer_rngs(key), **kwargs
-            )
-        else:
-            call = functools.partial(
-                nn.init_with_output(self._call, module), layer_rngs(key), inputs, *args, **kwargs
-            )
+        rngs = layer_rngs(key)
         with nn.intercept_methods(_without_mesh_in_dense_general):
-            outputs, variables = call()
-        variables = dict(variables)
-        # Values of one call, which no later call reads.
-        for name in ("intermediates", *_REPORTED):
-            variables.pop(name, None)
-        return outputs, variables.pop("params", {}), variables
+            if call.params:
+                # `nn.init` would make the given parameters again; here the module makes only the
+                # others.
+                run = nn.apply(self._call, module, mutable=DenyList(["intermediates"]))
+                _, made = run({"params": call.params}, call.inputs, *args, rngs=rngs, **kwargs)
+            else:
+                made = nn.init(self._call, module)(rngs, call.inputs, *args, **kwargs)
+        # Reports are values of one call, which no later call reads.
+        variables = {name: tree for name, tree in made.items() if name not in _REPORTED}
+        return variables.pop("params", {}), variables
 
-    def apply(
-        self,
-        params: PyTree,
-        collections: Mapping[str, PyTree],
-        inputs: PyTree,
-        *,
-        rngs: Rngs | None,
-        train: bool,
-        side: Mapping[str, PyTree],
-    ) -> Applied:
+    def apply(self, call: LayerCall) -> Applied:
         """See `Layer.apply`; reports scalars that the module sows as `"losses"` and `"metrics"`."""
-        args, kwargs = self.arguments.select(rngs=rngs, train=train, side=side)
+        args, kwargs = self.arguments.select(call)
         # Values sown under other names are dropped, because nothing here reads them.
-        mutable = [*collections, *_REPORTED] if train else []
-        run = nn.apply(self._call, self._with_flags(train=train), mutable=mutable)
+        mutable = [*call.collections, *_REPORTED] if call.train else []
+        run = nn.apply(self._call, self._with_flags(train=call.train), mutable=mutable)
         with nn.intercept_methods(_without_mesh_in_dense_general):
-            outputs, updated = run(
-                {"params": params, **collections}, inputs, *args, rngs=rngs, **kwargs
-            )
+            variables = {"params": call.params, **call.collections}
+            outputs, updated = run(variables, call.inputs, *args, rngs=call.rngs, **kwargs)
         changed = dict(unbox(updated))
         reported = {
             name: named_scalars(self.class_name, changed.pop(name))
             for name in _REPORTED
             if name in changed
         }
-        return outputs, {**collections, **changed}, reported
+        return outputs, {**call.collections, **changed}, reported
 
     def _with_flags(self, *, train: bool) -> nn.Module:
         """The module, with its training flags set."""

@@ -47,6 +47,8 @@ class ModelTrace:
         stage_dims: For each layer, the dims along which a pipeline splits parameters over the
             `stage` axis, by path.
         param_marks: For each layer, the marks of parameters, by path.
+        init_on_mesh: Whether a layer makes its variables only with a mesh around it, for example
+            because it constrains values by the names of axes.
         programs: Each layer's call in training; equal layers share one program.
         mesh: The mesh that the layers were traced on. Shapes are whole over its automatic axes, and
             one device's share over `stage` and `data`.
@@ -65,6 +67,7 @@ class ModelTrace:
     collection_specs: tuple[Mapping[Path, PartitionSpec], ...]
     stage_dims: tuple[Mapping[Path, int], ...]
     param_marks: tuple[Marks, ...]
+    init_on_mesh: tuple[bool, ...]
     programs: tuple[ClosedJaxpr, ...]
     mesh: AbstractMesh
     rules: Rules

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -27,7 +28,7 @@ from ._protocol import (
     Applied,
     CallArguments,
     Layer,
-    Rngs,
+    LayerCall,
     call_of,
     equal_or_same,
     flag_values,
@@ -82,11 +83,11 @@ class NNXLayer(Layer):
         self._takes_rngs = "rngs" in parameters or any(
             p.kind is p.VAR_KEYWORD for p in parameters.values()
         )
-        self._call = call_of(self._cls) if forward_fn is None else forward_fn
+        call = call_of(self._cls) if forward_fn is None else forward_fn
         self._flags = flags
         self._writes_nothing = {True: False, False: False}
         """For training and evaluation: whether a call was already seen to write no parameter."""
-        self.arguments = CallArguments(self._call, 2, f"layer {self.class_name}", flags)
+        self.arguments = CallArguments(call, 2, f"layer {self.class_name}", flags)
         try:
             # Inside it a class may use the axis of the replicas.
             on_mesh(one_device_mesh(()), lambda: self._structure)
@@ -115,86 +116,64 @@ class NNXLayer(Layer):
         """See `Layer.takes_flag`; a boolean attribute of any module inside counts too."""
         return bool(_holders(self.module, name)) or super().takes_flag(name)
 
-    def init(
-        self,
-        key: jax.Array,
-        inputs: PyTree,
-        *,
-        side: Mapping[str, PyTree],
-        given: PyTree | None = None,
-    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        """See `Layer.init`; a module makes all its parameters itself and ignores `given`."""
+    def init(self, key: jax.Array, call: LayerCall) -> tuple[PyTree, dict[str, Any]]:
+        """See `Layer.init`; a module makes all its parameters itself and ignores those given."""
         _, params, _, rest = nnx.split(self._build(key), *_KINDS)
-        outputs, _, _ = self.apply(
-            _to_tree(params),
-            _collections(_to_tree(rest)),
-            inputs,
-            rngs=None,
-            train=False,
-            side=side,
-        )
-        return outputs, _to_boxes(params), _collections(_to_boxes(rest))
+        return _to_boxes(params), _collections(_to_boxes(rest))
 
-    def apply(
-        self,
-        params: PyTree,
-        collections: Mapping[str, PyTree],
-        inputs: PyTree,
-        *,
-        rngs: Rngs | None,
-        train: bool,
-        side: Mapping[str, PyTree],
-    ) -> Applied:
+    def apply(self, call: LayerCall) -> Applied:
         """See `Layer.apply`; raises LayerError if the call writes a parameter."""
-        graph, params_like, streams_like, rest_like = self._structure
         # With a fixed key instead, every step would draw the same numbers.
-        if train and rngs is None and jax.tree.leaves(streams_like):
+        if call.train and call.rngs is None and self.holds_streams:
             raise LayerError(
                 f"layer {self.class_name} must get a key in training, because it holds random "
                 "streams, but got key=None. Pass apply(..., train=True, key=key)."
             )
-        key = jax.random.key(0) if rngs is None else rngs["params"]
-
-        def call(params: PyTree) -> tuple[tuple[Any, ...], Any, dict[str, Any], dict[str, Any]]:
-            """Results, the module after the call, and its parameters before and after, by name."""
-            filled = _fill(params_like, params)
-            before = _by_name(filled)
-            module = nnx.merge(
-                graph,
-                filled,
-                _fill(streams_like, _fresh_streams(streams_like, key)),
-                _fill(rest_like, collections.get("state", {})),
-            )
-            for name, value in flag_values(self._flags, train=train).items():
-                for holder in _holders(module, name):
-                    setattr(holder, name, value)
-            streams = nnx.Rngs(rngs["dropout"]) if rngs is not None and "dropout" in rngs else None
-            args, kwargs = self.arguments.select(rngs=streams, train=train, side=side)
-            # The class's own function would be wrong if the module was wrapped in another.
-            call = (
-                (lambda module, *args, **kwargs: module(*args, **kwargs))
-                if self.forward_fn is None
-                else self._call
-            )
-            run = nnx.capture(lambda module: call(module, inputs, *args, **kwargs), AuxLoss, Metric)
-            results = cast("tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any]]", run(module))
-            return results, module, before, _by_name(nnx.state(module, nnx.Param))
-
-        (outputs, losses, metrics), module, before, after = call(params)
+        (outputs, *sown), rest, before, after = self._run(call, call.params)
         # Once per mode: the check may trace the call again.
-        if not self._writes_nothing[train]:
+        if not self._writes_nothing[call.train]:
             self._check_written(
-                before, after, lambda: jax.make_jaxpr(lambda params: call(params)[2:])(params)
+                before,
+                after,
+                lambda: jax.make_jaxpr(lambda params: self._run(call, params)[2:])(call.params),
             )
-            self._writes_nothing[train] = True
-        _, _, _, rest = nnx.split(module, *_KINDS)
-        reported = {"losses": _to_tree(losses), "metrics": _to_tree(metrics)} if train else {}
+            self._writes_nothing[call.train] = True
+        reported = dict(zip(("losses", "metrics"), map(_to_tree, sown), strict=True))
         aux = {
             name: named_scalars(self.class_name, tree)
             for name, tree in reported.items()
-            if jax.tree.leaves(tree)
+            if call.train and jax.tree.leaves(tree)
         }
         return outputs, _collections(_to_tree(rest)), aux
+
+    def _run(
+        self, call: LayerCall, params: PyTree
+    ) -> tuple[tuple[Any, ...], nnx.State[Any, Any], dict[str, Any], dict[str, Any]]:
+        """Results, variables after the call, and parameters before and after it, by name."""
+        graph, params_like, streams_like, rest_like = self._structure
+        key = jax.random.key(0) if call.rngs is None else call.rngs["params"]
+        dropout = (call.rngs or {}).get("dropout")
+        filled = _fill(params_like, params)
+        before = _by_name(filled)
+        module = nnx.merge(
+            graph,
+            filled,
+            _fill(streams_like, _fresh_streams(streams_like, key)),
+            _fill(rest_like, call.collections.get("state", {})),
+        )
+        for name, value in flag_values(self._flags, train=call.train).items():
+            for holder in _holders(module, name):
+                setattr(holder, name, value)
+        streams = None if dropout is None else nnx.Rngs(dropout)
+        args, kwargs = self.arguments.select(replace(call, rngs=streams))
+        # The class's own function would be wrong if the module was wrapped in another.
+        function = operator.call if self.forward_fn is None else self.forward_fn
+        run = nnx.capture(
+            lambda module: function(module, call.inputs, *args, **kwargs), AuxLoss, Metric
+        )
+        results = cast("tuple[Any, nnx.State[Any, Any], nnx.State[Any, Any]]", run(module))
+        _, after, _, rest = nnx.split(module, *_KINDS)
+        return results, rest, before, _by_name(after)
 
     def _check_written(
         self, before: Mapping[str, Any], after: Mapping[str, Any], trace: Callable[[], ClosedJaxpr]

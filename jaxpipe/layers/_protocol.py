@@ -34,6 +34,29 @@ TRAIN_FLAGS: Mapping[str, bool] = {
 STANDARD_ARGUMENTS = (*TRAIN_FLAGS, "rngs")
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """What one call of a layer gets.
+
+    Attributes:
+        inputs: The output of the previous layer.
+        side: Side inputs by name.
+        params: As made by `Layer.init`.
+        collections: As made by `Layer.init`.
+        rngs: Random keys by stream, from `layer_rngs`; None if nothing random may happen. If only
+            `"params"` is given, the streams that the layer holds are keyed from it, and the layer's
+            call gets no keys.
+        train: Whether this is training.
+    """
+
+    inputs: PyTree
+    side: Mapping[str, PyTree]
+    params: PyTree = dataclasses.field(default_factory=dict[str, Any])
+    collections: Mapping[str, PyTree] = dataclasses.field(default_factory=dict[str, Any])
+    rngs: Rngs | None = None
+    train: bool = False
+
+
 class Layer(abc.ABC):
     """One layer of the sequential model, whatever kind of object the user gave.
 
@@ -63,50 +86,24 @@ class Layer(abc.ABC):
         changed.arguments = self.arguments.fix(name, value)
         return changed
 
-    @abc.abstractmethod
-    def init(
-        self,
-        key: jax.Array,
-        inputs: PyTree,
-        *,
-        side: Mapping[str, PyTree],
-        given: PyTree | None = None,
-    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
-        """Make the variables.
+    def init(self, key: jax.Array, call: LayerCall) -> tuple[PyTree, dict[str, Any]]:
+        """Make the variables; without a method of its own, a layer has none.
 
         Args:
             key: This layer's own key.
-            inputs: The output of the previous layer; only shapes and dtypes matter.
-            side: Side inputs by name.
-            given: Parameters that another layer of the same tied key has already made.
+            call: Outside training. Only shapes and dtypes of inputs matter. `params` are those that
+                another layer of the same tied key has already made.
 
         Returns:
-            `(outputs, params, collections)`; variables may be in boxes of `flax.core.meta` that
-            hold their partition metadata.
+            `(params, collections)`; variables may be in boxes of `flax.core.meta` that hold their
+            partition metadata.
         """
+        del key, call
+        return {}, {}
 
     @abc.abstractmethod
-    def apply(
-        self,
-        params: PyTree,
-        collections: Mapping[str, PyTree],
-        inputs: PyTree,
-        *,
-        rngs: Rngs | None,
-        train: bool,
-        side: Mapping[str, PyTree],
-    ) -> Applied:
+    def apply(self, call: LayerCall) -> Applied:
         """Call the layer.
-
-        Args:
-            params: As made by `init`.
-            collections: As made by `init`.
-            inputs: The output of the previous layer.
-            rngs: Random keys by stream, from `layer_rngs`; None if nothing random may happen. If
-                only `"params"` is given, the streams that the layer holds are keyed from it, and
-                the layer's call gets no keys.
-            train: Whether this is training.
-            side: Side inputs by name.
 
         Returns:
             `(outputs, collections, aux)`: the outputs, the collections after the call, and the
@@ -256,12 +253,11 @@ class CallArguments:
         changed._fixed = {**self._fixed, name: value}
         return changed
 
-    def select(
-        self, *, rngs: Any, train: bool, side: Mapping[str, PyTree]
-    ) -> tuple[list[Any], dict[str, Any]]:
+    def select(self, call: LayerCall) -> tuple[list[Any], dict[str, Any]]:
         """Pick what the signature names: further positional arguments, and keyword arguments."""
         # A fixed argument comes last, to override the flag or side input of its name.
-        offered = {**side, **flag_values(self._flags, train=train), "rngs": rngs, **self._fixed}
+        flags = flag_values(self._flags, train=call.train)
+        offered = {**call.side, **flags, "rngs": call.rngs, **self._fixed}
         # By position where possible, because transformations such as `flax.linen.remat` make only
         # positional arguments static.
         args: list[Any] = []
@@ -273,7 +269,7 @@ class CallArguments:
             in_order = in_order and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
             required = parameter.default is inspect.Parameter.empty
             if required and name not in offered:
-                raise self._missing(name, side)
+                raise self._missing(name, call.side)
             if name not in offered or (name in self._skip and not required):
                 # A gap before a later positional argument is filled with None, so that must be the
                 # default.

@@ -7,7 +7,8 @@ activations.
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +18,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.autodiff import without_complex
 from jaxpipe.errors import LayerError
 
-from ._protocol import Applied, Layer, Rngs
+from ._protocol import Applied, Layer, LayerCall
 from ._wrapped import WrappedLayer
 
 T = TypeVar("T")
@@ -118,20 +119,11 @@ class _RematLayer(WrappedLayer):
         super().__init__(layer, mark)
         self._mark = mark
 
-    def apply(
-        self,
-        params: PyTree,
-        collections: Mapping[str, PyTree],
-        inputs: PyTree,
-        *,
-        rngs: Rngs | None,
-        train: bool,
-        side: Mapping[str, PyTree],
-    ) -> Applied:
-        call = functools.partial(
-            super().apply, params, collections, rngs=rngs, train=train, side=side
-        )
-        return self._mark.call(lambda x: call(x), inputs) if train else call(inputs)
+    def apply(self, call: LayerCall) -> Applied:
+        apply = super().apply
+        if not call.train:
+            return apply(call)
+        return self._mark.call(lambda inputs: apply(replace(call, inputs=inputs)), call.inputs)
 
 
 def group_layers(items: Sequence[T], interval: int) -> list[Sequence[T]]:

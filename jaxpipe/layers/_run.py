@@ -9,7 +9,7 @@ import jax
 from jaxpipe._typing import PyTree
 
 from ._build import NamedLayer
-from ._protocol import layer_rngs
+from ._protocol import LayerCall, layer_rngs
 from ._remat import chain
 from ._sharding import Rules, rules_in_force
 from ._structs import as_arrays
@@ -62,13 +62,10 @@ def compose_layers(  # noqa: PLR0913  # one setting each
             with jax.named_scope(label):
                 # The offset makes one program serve equivalent layers of other stages, each with
                 # its own key.
-                rngs = (
-                    None
-                    if key is None
-                    else layer_rngs(jax.random.fold_in(key, named.index + offset))
-                )
+                own = None if key is None else jax.random.fold_in(key, named.index + offset)
+                rngs = layer_rngs(own)
                 outputs, collections, aux = named.layer.apply(
-                    view, collections, x, rngs=rngs, train=train, side=side
+                    LayerCall(x, side, view, collections, rngs, train)
                 )
             return as_arrays(outputs), (*extras, (as_arrays(collections), aux))
 

@@ -16,7 +16,7 @@ from jaxpipe.jaxpr import program_key
 
 from ._build import NamedLayer
 from ._model_trace import ModelTrace
-from ._protocol import layer_rngs
+from ._protocol import LayerCall, layer_rngs
 from ._usage import check_held
 
 
@@ -37,9 +37,8 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
         collections: PyTree,
         train: bool = False,
     ) -> Any:
-        rngs = layer_rngs(key)
         outputs, collections, aux = named.layer.apply(
-            params, collections, inputs, rngs=rngs, train=train, side=side
+            LayerCall(inputs, side, params, collections, layer_rngs(key), train)
         )
         # Reported losses are differentiated too: they are added to the loss.
         return (outputs, aux.get("losses", {})), (collections, aux)

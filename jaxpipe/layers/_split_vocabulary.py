@@ -23,7 +23,7 @@ from jaxpipe.losses import SplitLogits
 from ._build import NamedLayer
 from ._linen import LinenLayer
 from ._nnx import NNXLayer
-from ._protocol import Applied, Layer, Rngs
+from ._protocol import Applied, Layer, LayerCall
 from ._sharding import unbox
 from ._vocab import STAGE, SoftCapped, VocabEmbed, VocabHead
 from ._wrapped import WrappedLayer
@@ -43,34 +43,18 @@ class _SplitLayer(WrappedLayer):
         self._split = split
         self._specs = specs
 
-    def init(
-        self,
-        key: jax.Array,
-        inputs: PyTree,
-        *,
-        side: Mapping[str, PyTree],
-        given: PyTree | None = None,
-    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
+    def init(self, key: jax.Array, call: LayerCall) -> tuple[PyTree, dict[str, Any]]:
         """See `Layer.init`; the parameters are marked as split."""
-        outputs, params, collections = super().init(key, inputs, side=side, given=given)
+        params, collections = super().init(key, call)
         params = {
             name: meta.Partitioned(unbox(value), self._specs[name])
             for name, value in params.items()
         }
-        return outputs, params, collections
+        return params, collections
 
-    def apply(
-        self,
-        params: PyTree,
-        collections: Mapping[str, PyTree],
-        inputs: PyTree,
-        *,
-        rngs: Rngs | None,
-        train: bool,
-        side: Mapping[str, PyTree],
-    ) -> Applied:
+    def apply(self, call: LayerCall) -> Applied:
         """See `Layer.apply`."""
-        return self._split.apply(params, collections, inputs, rngs=rngs, train=train, side=side)
+        return self._split.apply(call)
 
 
 def split_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[NamedLayer, ...], int]:

@@ -1,21 +1,23 @@
 """The shapes of a model, found by abstract evaluation, layer by layer."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.jaxpr import constrained_axes
+from jaxpipe.jaxpr import ClosedJaxpr, constrained_axes
 
 from ._axes import on_mesh
 from ._build import NamedLayer, check_instances
 from ._load_bias import LoadBias
 from ._lora import check_targets
-from ._marks import Marked, Marks, with_mark
+from ._marks import with_mark
 from ._model_trace import ModelTrace
 from ._param_paths import ParamPaths
 from ._precision import cast_floats
@@ -27,11 +29,22 @@ from ._sharding import (
     unused_rules,
 )
 from ._structs import format_struct, struct_key, struct_of
-from ._trace_call import Call, Seen
+from ._trace_layer import LayerTracer, Variables
 from ._trace_warnings import log_wide, warn_of_data, warn_of_rules, warn_of_side, warn_of_switches
 from ._tree import flatten_dict, unflatten_dict
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class _LayerTrace:
+    """What tracing finds of a layer; `index` is that of the first of equal layers."""
+
+    index: int
+    variables: Variables
+    program: ClosedJaxpr
+    outputs: PyTree
+    aux: PyTree
+    # The switches that are open in its call.
+    switches: Mapping[str, bool]
 
 
 def trace_layers(  # noqa: PLR0913  # one setting each
@@ -51,116 +64,117 @@ def trace_layers(  # noqa: PLR0913  # one setting each
     """
     check_rules(mesh, rules)
     warned = set() if warned is None else warned
-    seen = Seen()
-    trace, switches = on_mesh(
-        mesh, lambda: _trace_layers(layers, inputs, side or {}, mesh, rules, compute_dtype, seen)
+    side = _side_struct(side or {})
+    inputs = struct_of(inputs)
+    tracer = functools.partial(LayerTracer, side=side, dtype=compute_dtype, mesh=mesh, rules=rules)
+    traced = on_mesh(mesh, lambda: _trace_each(layers, inputs, tracer))
+    variables = [each.variables for each in traced]
+    of_each: dict[str, Any] = {
+        name: tuple(getattr(each, name) for each in variables) for name in _OF_EACH
+    }
+    trace = ModelTrace(
+        boundaries=(inputs, *(each.outputs for each in traced)),
+        paths=tuple(
+            ParamPaths(named, each.params, each.param_marks)
+            for named, each in zip(layers, variables, strict=True)
+        ),
+        side=side,
+        firsts=tuple(each.index for each in traced),
+        aux=tuple(each.aux for each in traced),
+        programs=tuple(each.program for each in traced),
+        mesh=mesh,
+        rules=rules,
+        **of_each,
     )
+    check_instances(layers, [each.paths() for each in variables])
     check_targets(layers, trace.paths, trace.adapters)
-    warn_of_side(layers, side or {}, warned)
-    warn_of_data(seen.over_data, warned)
-    warn_of_switches(switches, warned)
+    warn_of_side(layers, side, warned)
+    different = [each for index, each in enumerate(traced) if each.index == index]
+    warn_of_data([path for each in different for path in each.variables.over_data], warned)
+    warn_of_switches(
+        {named.name: each.switches for named, each in zip(layers, traced, strict=True)}, warned
+    )
     if compute_dtype is not None:
         log_wide(layers, trace, compute_dtype, warned)
-    axes = {axis for index in {*trace.firsts} for axis in constrained_axes(trace.programs[index])}
-    warn_of_rules(unused_rules(mesh, rules, seen.names, axes), warned)
+    axes = {axis for each in different for axis in constrained_axes(each.program)}
+    names = {name for each in variables for name in each.names}
+    warn_of_rules(unused_rules(mesh, rules, names, axes), warned)
     return trace
 
 
-def _trace_layers(  # noqa: PLR0913  # one setting each
-    layers: Sequence[NamedLayer],
-    inputs: PyTree,
-    side: Mapping[str, PyTree],
-    mesh: AbstractMesh,
-    rules: Rules,
-    compute_dtype: Any,
-    seen: Seen,
-) -> tuple[ModelTrace, Mapping[str, Mapping[str, bool]]]:
-    side_struct = _side_struct(side)
-    boundaries = [struct_of(inputs)]
-    all_params = []
-    all_paths = []
-    all_collections = []
-    all_aux = []
-    all_shardings = []
-    programs = []
-    shared: dict[Path, tuple[str, Any]] = {}
-    shared_specs: dict[Path, PartitionSpec | None] = {}
-    shared_stage_dims: dict[Path, int | None] = {}
-    shared_marks: dict[Path, type[Marked] | None] = {}
-    known: dict[Hashable, int] = {}
-    firsts: list[int] = []
-    switches: dict[int, dict[str, bool]] = {}
+_BY_PARAMETER = ("param_specs", "stage_dims", "param_marks")
+_OF_EACH = ("params", "collections", "collection_specs", "init_on_mesh", *_BY_PARAMETER)
+"""Fields of `Variables` that `ModelTrace` has for each layer."""
+
+
+def _trace_each(
+    layers: Sequence[NamedLayer], inputs: PyTree, tracer: Callable[..., LayerTracer]
+) -> list[_LayerTrace]:
+    traced: list[_LayerTrace] = []
+    known: dict[Hashable, _LayerTrace] = {}
+    tied: dict[Path, _Owner] = {}
+    before = "the model's inputs"
     for named in layers:
         # A layer with the class, settings and inputs of an earlier one reuses its trace. A tied
         # layer does not, because its parameters depend on those that earlier layers made.
-        kind = (
-            named.index
-            if named.tied_key is not None
-            else (named.layer.identity, struct_key(boundaries[-1]))
-        )
-        first = known.setdefault(kind, named.index)
-        if first < named.index:
-            outputs = boundaries[first + 1]
-            params = all_params[first]
-            program = programs[first]
-            collections = all_collections[first]
-            aux = all_aux[first]
-            shardings = all_shardings[first]
-        else:
-            before = (
-                f"the output of layer {layers[named.index - 1].name}"
-                if named.index
-                else "the model's inputs"
+        kind = named.index if named.tied_key else (named.layer.identity, struct_key(inputs))
+        if kind not in known:
+            known[kind] = _trace_layer(tracer(named, before, inputs), tied)
+        traced.append(known[kind])
+        inputs = known[kind].outputs
+        before = f"the output of layer {named.name}"
+    return traced
+
+
+def _trace_layer(tracer: LayerTracer, tied: dict[Path, "_Owner"]) -> _LayerTrace:
+    named = tracer.named
+    given = {
+        at[2:]: owner.leaf
+        for at, owner in tied.items()
+        if at[1] == named.tied_key and named.place.sees(at[2:])
+    }
+    variables = tracer.variables(unflatten_dict(given))
+    _check_params(named, variables)
+    variables = _as_first(named, variables, tied)
+    uncast = with_mark(variables.param_marks, LoadBias)
+    args = cast_floats(variables.params, tracer.dtype, uncast), variables.collections
+    with rules_in_force(tracer.rules):
+        results = tracer.results(*args)
+        tracer.check_evaluation(*args)
+        return _LayerTrace(named.index, variables, *results, tracer.open_switches(*args))
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """The first layer that has a tied parameter, the parameter, and what its metadata says."""
+
+    name: str
+    leaf: Any
+    metadata: Mapping[str, Any]
+
+
+def _as_first(named: NamedLayer, made: Variables, tied: dict[Path, _Owner]) -> Variables:
+    """A layer's variables; tied parameters are sharded and marked as in their first layer."""
+    leaves = flatten_dict(made.params)
+    owners: dict[Path, _Owner] = {}
+    for path, at in ParamPaths(named, made.params, made.param_marks).paths.items():
+        leaf = leaves[path]
+        own = {field: getattr(made, field).get(path) for field in _BY_PARAMETER}
+        owner = _Owner(named.name, leaf, own)
+        owner = owners[path] = tied.setdefault(at, owner) if at[0] == "tied" else owner
+        if (owner.leaf.shape, owner.leaf.dtype) != (leaf.shape, leaf.dtype):
+            raise LayerError(
+                f"tied parameter {'/'.join(at)} must have one shape, but got "
+                f"{format_struct(owner.leaf)} in layer {owner.name} and {format_struct(leaf)} in "
+                f"layer {named.name}. Build both with equal sizes, or tie fewer parameters with "
+                "tied_weight_attr."
             )
-            given = {
-                at[2:]: x
-                for at, (_, x) in shared.items()
-                if at[1] == named.tied_key and named.place.sees(at[2:])
-            }
-            call = Call(
-                named, before, boundaries[-1], side_struct, compute_dtype, mesh, rules, seen
-            )
-            params, collections, shardings = call.variables(unflatten_dict(given))
-            marks = _with_shared(
-                ParamPaths(named, params, shardings[3]), shardings[3], shared_marks
-            )
-            shardings = (*shardings[:3], marks)
-            computed = cast_floats(params, compute_dtype, with_mark(marks, LoadBias))
-            with rules_in_force(rules):
-                program, outputs, aux = call.results(computed, collections)
-                call.check_evaluation(computed, collections)
-                switches[first] = call.open_switches(computed, collections)
-        _check_params(named, params, shardings[3])
-        paths = ParamPaths(named, params, shardings[3])
-        _check_shared(named, paths, params, shared)
-        boundaries.append(outputs)
-        all_collections.append(collections)
-        all_aux.append(aux)
-        dims = _with_shared(paths, shardings[2], shared_stage_dims)
-        specs = _with_shared(paths, shardings[0], shared_specs)
-        all_shardings.append((specs, shardings[1], dims, shardings[3]))
-        all_params.append(params)
-        programs.append(program)
-        all_paths.append(paths)
-        firsts.append(first)
-    # Without the collection's name, as paths inside the module.
-    kept = ([path[1:] for path in flatten_dict(each)] for each in all_collections)
-    check_instances(
-        layers,
-        [[*flatten_dict(each), *paths] for each, paths in zip(all_params, kept, strict=True)],
-    )
-    trace = ModelTrace(
-        tuple(boundaries),
-        tuple(all_params),
-        tuple(all_paths),
-        side_struct,
-        tuple(firsts),
-        *map(tuple, (all_collections, all_aux, *zip(*all_shardings, strict=True))),
-        programs=tuple(programs),
-        mesh=mesh,
-        rules=rules,
-    )
-    return trace, {named.name: switches[firsts[named.index]] for named in layers}
+
+    def of_owners(field: str) -> dict[Path, Any]:
+        values = {path: owner.metadata[field] for path, owner in owners.items()}
+        return {path: value for path, value in values.items() if value is not None}
+
+    return replace(made, **{field: of_owners(field) for field in _BY_PARAMETER})
 
 
 def _side_struct(side: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -173,9 +187,9 @@ def _side_struct(side: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return struct_of(dict(side))
 
 
-def _check_params(named: NamedLayer, params: PyTree, marks: Marks) -> None:
-    load_biases = with_mark(marks, LoadBias)
-    for path, leaf in flatten_dict(params).items():
+def _check_params(named: NamedLayer, variables: Variables) -> None:
+    load_biases = with_mark(variables.param_marks, LoadBias)
+    for path, leaf in flatten_dict(variables.params).items():
         where = f"parameter {'.'.join(path)!r} of layer {named.name}"
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             raise LayerError(
@@ -191,32 +205,4 @@ def _check_params(named: NamedLayer, params: PyTree, marks: Marks) -> None:
             raise LayerError(
                 f"{where} must be in float32 or wider, because load_bias marks it, but got "
                 f"{format_struct(leaf)}. Make it in float32, which nothing casts."
-            )
-
-
-def _with_shared(
-    paths: ParamPaths, values: Mapping[Path, T], shared: dict[Path, T | None]
-) -> Mapping[Path, T]:
-    """A layer's values by parameter; shared ones have those of the first layer with the key."""
-    found: dict[Path, T | None] = {}
-    for path, at in paths.paths.items():
-        value = values.get(path)
-        found[path] = shared.setdefault(at, value) if at[0] == "tied" else value
-    return {path: value for path, value in found.items() if value is not None}
-
-
-def _check_shared(
-    named: NamedLayer, paths: ParamPaths, params: PyTree, shared: dict[Path, tuple[str, Any]]
-) -> None:
-    leaves = flatten_dict(params)
-    for path, at in paths.paths.items():
-        if at[0] != "tied":
-            continue
-        owner, first = shared.setdefault(at, (named.name, leaves[path]))
-        if (first.shape, first.dtype) != (leaves[path].shape, leaves[path].dtype):
-            raise LayerError(
-                f"tied parameter {'/'.join(at)} must have one shape, but got "
-                f"{format_struct(first)} in layer {owner} and {format_struct(leaves[path])} in "
-                f"layer {named.name}. Build both with equal sizes, or tie fewer parameters with "
-                "tied_weight_attr."
             )

@@ -15,7 +15,7 @@ from jaxpipe.errors import nearest
 from ._build import NamedLayer
 from ._model_trace import ModelTrace
 from ._precision import is_wider, multiplies_wider
-from ._trace_call import train_flag
+from ._trace_layer import train_flag
 
 
 def warn_of_rules(names: Mapping[str, str | None], warned: set[str]) -> None:

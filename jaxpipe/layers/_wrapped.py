@@ -1,14 +1,14 @@
 """A layer that does what another does, but for what a subclass changes."""
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 
 from jaxpipe._typing import PyTree
 
-from ._protocol import Applied, Layer, Rngs
+from ._protocol import Applied, Layer, LayerCall
 
 
 class WrappedLayer(Layer):
@@ -37,26 +37,10 @@ class WrappedLayer(Layer):
         changed.arguments = changed._layer.arguments
         return changed
 
-    def init(
-        self,
-        key: jax.Array,
-        inputs: PyTree,
-        *,
-        side: Mapping[str, PyTree],
-        given: PyTree | None = None,
-    ) -> tuple[PyTree, dict[str, Any], dict[str, Any]]:
+    def init(self, key: jax.Array, call: LayerCall) -> tuple[PyTree, dict[str, Any]]:
         """See `Layer.init`."""
-        return self._layer.init(key, inputs, side=side, given=given)
+        return self._layer.init(key, call)
 
-    def apply(
-        self,
-        params: PyTree,
-        collections: Mapping[str, PyTree],
-        inputs: PyTree,
-        *,
-        rngs: Rngs | None,
-        train: bool,
-        side: Mapping[str, PyTree],
-    ) -> Applied:
+    def apply(self, call: LayerCall) -> Applied:
         """See `Layer.apply`."""
-        return self._layer.apply(params, collections, inputs, rngs=rngs, train=train, side=side)
+        return self._layer.apply(call)

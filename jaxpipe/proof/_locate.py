@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.jaxpr import arithmetic_of
-from jaxpipe.layers import WrappedLayer
+from jaxpipe.layers import LayerCall, WrappedLayer
 from jaxpipe.pipeline import Pipeline
 
 from ._bound import Difference
@@ -116,10 +116,8 @@ def _joined(metrics: Mapping[str, Any], key: str, num_terms: int) -> float:
 class _Tapped(WrappedLayer):
     """A layer that reports a weighted mean of its outputs."""
 
-    def apply(
-        self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any
-    ) -> Any:
-        outputs, collections, aux = super().apply(params, collections, inputs, **how)
+    def apply(self, call: LayerCall) -> Any:
+        outputs, collections, aux = super().apply(call)
         rest = jnp.float32(0)
         size = jnp.float32(0)
         for leaf in jax.tree.leaves(outputs):

@@ -1,13 +1,12 @@
 """One more rounding of every value between layers: how far rounding errors move a result."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.layers import Layer, PipelineModule, WrappedLayer
+from jaxpipe.layers import Layer, LayerCall, PipelineModule, WrappedLayer
 
 from ._wrapped import wrapped_module
 
@@ -80,8 +79,6 @@ class _Shaken(WrappedLayer):
         super().__init__(layer, object())
         self._shaking = shaking
 
-    def apply(
-        self, params: PyTree, collections: Mapping[str, PyTree], inputs: PyTree, **how: Any
-    ) -> Any:
-        outputs, collections, aux = super().apply(params, collections, inputs, **how)
+    def apply(self, call: LayerCall) -> Any:
+        outputs, collections, aux = super().apply(call)
         return shaken(outputs, self._shaking), collections, aux

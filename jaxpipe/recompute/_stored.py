@@ -1,6 +1,7 @@
 """Recompute with kept inputs that are sharded over the `model` axis or stored in host memory."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe._typing import PyTree
-from jaxpipe.jaxpr import Literal, with_consts
+from jaxpipe.jaxpr import ClosedJaxpr, Literal, with_consts
 
 from ._settings import RecomputeSettings
 
@@ -38,51 +39,68 @@ def call_with_stored_inputs(
         _store_for(x, var in used, settings)
         for x, var in zip(arrays, closed.jaxpr.invars, strict=True)
     ]
+    recomputed = _Recomputed(closed, stores, policy)
+    call = jax.custom_vjp(recomputed.call)
+    call.defvjp(recomputed.forward, recomputed.backward)
+    outputs = call([jnp.asarray(const) for const in closed.consts], list(arrays))
+    return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
-    def run(consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
-        return with_consts(closed, consts)(*values)
 
-    @jax.custom_vjp
-    def call(consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Input:
+    """A value that a pullback needs and that is an input, which has its own store."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Recomputed:
+    """A program with the store of each input; `policy` says which inner values are kept."""
+
+    closed: ClosedJaxpr
+    stores: Sequence["_Store"]
+    policy: Callable[..., Any] | None
+
+    def run(self, consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
+        return with_consts(self.closed, consts)(*values)
+
+    def call(self, consts: Sequence[Any], values: Sequence[jax.Array]) -> list[jax.Array]:
         # This is traced where nothing is differentiated yet, for counting costs and for cutting
         # residuals. Both read from the program that it recomputes. `forward` needs no
         # `jax.checkpoint`, because its rule says what is stored.
-        return jax.checkpoint(run, policy=policy)(consts, values)
+        return jax.checkpoint(self.run, policy=self.policy)(consts, values)
 
-    pullbacks: list[tuple[Any, list[int | None]]] = []
+    def forward(
+        self, consts: Sequence[Any], values: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], Any]:
+        stored = [store.put(value) for store, value in zip(self.stores, values, strict=True)]
+        if self.policy is None:
+            return self.run(consts, values), (consts, stored, None)
+        of_inexact, given = self._of_inexact(consts, values)
+        outputs, pullback = jax.vjp(jax.checkpoint(of_inexact, policy=self.policy), given)
 
-    def forward(consts: Sequence[Any], values: Sequence[jax.Array]) -> tuple[list[jax.Array], Any]:
-        stored = [store.put(value) for store, value in zip(stores, values, strict=True)]
-        if policy is None:
-            return run(consts, values), (consts, stored, [])
-        of_inexact, given = _of_inexact(run, consts, values)
-        outputs, pullback = jax.vjp(jax.checkpoint(of_inexact, policy=policy), given)
-        leaves, treedef = jax.tree.flatten(pullback)
-        at = [next((i for i, value in enumerate(values) if leaf is value), None) for leaf in leaves]
-        # Stored outside the result, which can hold only arrays.
-        pullbacks.append((treedef, at))
-        return outputs, (
-            consts,
-            stored,
-            [leaf for leaf, i in zip(leaves, at, strict=True) if i is None],
-        )
+        def without_inputs(leaf: Any) -> Any:
+            return next((_Input(i) for i, value in enumerate(values) if leaf is value), leaf)
 
-    def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[Any, Any]:
-        consts, stored, saved = residuals
+        return outputs, (consts, stored, jax.tree.map(without_inputs, pullback))
+
+    def backward(self, residuals: Any, cotangents: list[jax.Array]) -> tuple[Any, Any]:
+        consts, stored, pullback = residuals
         with jax.named_scope("rematted_computation"):
             # Without the barrier, XLA merges these operations with the equal ones of `forward`, and
             # so keeps their results.
             values = [
                 lax.optimization_barrier(store.get(value))
-                for store, value in zip(stores, stored, strict=True)
+                for store, value in zip(self.stores, stored, strict=True)
             ]
-            if policy is None:
-                of_inexact, given = _of_inexact(run, consts, values)
-                _, pullback = jax.vjp(of_inexact, given)
+            if self.policy is None:
+                _, pullback = jax.vjp(*self._of_inexact(consts, values))
             else:
-                (treedef, at), others = pullbacks[-1], iter(saved)
-                pullback = jax.tree.unflatten(
-                    treedef, [next(others) if i is None else values[i] for i in at]
+                pullback = jax.tree.map(
+                    lambda leaf: values[leaf.index] if isinstance(leaf, _Input) else leaf,
+                    pullback,
+                    is_leaf=lambda leaf: isinstance(leaf, _Input),
                 )
         found = iter(pullback(cotangents)[0])
         # None: integers and keys have no gradient
@@ -90,26 +108,21 @@ def call_with_stored_inputs(
             lambda leaf: next(found) if _is_inexact(leaf) else None, (consts, values)
         )
 
-    call.defvjp(forward, backward)
-    outputs = call([jnp.asarray(const) for const in closed.consts], list(arrays))
-    return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+    def _of_inexact(
+        self, consts: Sequence[Any], values: Sequence[jax.Array]
+    ) -> tuple[Callable[..., list[jax.Array]], list[jax.Array]]:
+        """A function of only the arguments that have a gradient, and these arguments."""
+        leaves, treedef = jax.tree.flatten((consts, values))
 
-
-def _of_inexact(
-    run: Callable[..., list[jax.Array]], consts: Sequence[Any], values: Sequence[jax.Array]
-) -> tuple[Callable[..., list[jax.Array]], list[jax.Array]]:
-    """A function of only the arguments that have a gradient, and these arguments."""
-    leaves, treedef = jax.tree.flatten((consts, values))
-
-    def of_inexact(given: Sequence[jax.Array]) -> list[jax.Array]:
-        new = iter(given)
-        return run(
-            *jax.tree.unflatten(
-                treedef, [next(new) if _is_inexact(leaf) else leaf for leaf in leaves]
+        def of_inexact(given: Sequence[jax.Array]) -> list[jax.Array]:
+            new = iter(given)
+            return self.run(
+                *jax.tree.unflatten(
+                    treedef, [next(new) if _is_inexact(leaf) else leaf for leaf in leaves]
+                )
             )
-        )
 
-    return of_inexact, [leaf for leaf in leaves if _is_inexact(leaf)]
+        return of_inexact, [leaf for leaf in leaves if _is_inexact(leaf)]
 
 
 def _is_inexact(leaf: jax.Array) -> bool:

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxpipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, ProcessTopology
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import on_mesh
+from jaxpipe.layers._axes import mesh_fault
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4) / 8
 KEY = jax.random.key(0)
@@ -364,6 +365,51 @@ WHOLE = AbstractMesh((2, 2, 2), ("stage", "data", "model"), axis_types=(AxisType
 def test_a_mesh_of_its_own_in_a_layer(layer: Any, match: str) -> None:
     with pytest.raises(LayerError, match=f"layer 0_.* must .*{match}"):
         PipelineModule([layer], topology=TOPOLOGY).trace(X, mesh=WHOLE)
+
+
+def _constrain(x: jax.Array, axis: str) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, P(axis))
+
+
+@pytest.mark.parametrize(
+    ("around", "layer", "text", "match"),
+    [
+        (None, lambda x: _constrain(x, "model"), "with_sharding_constraint", "constraints"),
+        (MESH, lambda x: _constrain(x, "expert"), "Resource axis:", "constraints"),
+        (
+            MESH,
+            jax.shard_map(jnp.sin, mesh=WHOLE, in_specs=P("data"), out_specs=P("data")),
+            "mesh passed to shard_map",
+            "open jax.shard_map on the mesh around",
+        ),
+        (MESH, _bare, "axis name: model", "no collectives over the axis 'model'"),
+    ],
+)
+def test_what_jax_says_of_a_wrong_use_of_the_mesh(
+    around: AbstractMesh | None, layer: Callable[..., Any], text: str, match: str
+) -> None:
+    """JAX has no classes for these errors, so that the texts decide which fault a layer has."""
+
+    def trace() -> Any:
+        return jax.eval_shape(layer, X)
+
+    run = trace if around is None else functools.partial(on_mesh, around, trace)
+    with pytest.raises((ValueError, RuntimeError, NameError), match=text) as caught:
+        run()
+    assert match in str(mesh_fault("layer 0_f", caught.value, ("model",)))
+
+
+def test_an_error_of_another_kind_is_no_fault_of_the_mesh() -> None:
+    assert mesh_fault("layer 0_f", ValueError("shapes do not match"), ("model",)) is None
+
+
+def test_a_mesh_is_around_new_variables_only_if_a_layer_needs_one() -> None:
+    layers = [nn.Dense(4), _Block(), lambda x: _constrain(x, "model")]
+    assert PipelineModule(layers, topology=TOPOLOGY).trace(X, mesh=MESH).init_on_mesh == (
+        False,
+        True,
+        False,
+    )
 
 
 def test_collectives_over_one_replica_beside_automatic_axes() -> None:

@@ -2,14 +2,15 @@
 
 import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
 from flax.errors import InvalidRngError, ModifyScopeVariableError
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpipe._mesh import NO_MESH
 from jaxpipe._typing import Path, PyTree
@@ -17,10 +18,11 @@ from jaxpipe.errors import JaxpipeError, LayerError
 from jaxpipe.jaxpr import ClosedJaxpr, constrained_axes, effect_axes
 from jaxpipe.topology import MANUAL_AXES, automatic_axes
 
-from ._axes import axis_fault, is_unbound_axis, mesh_for_init
+from ._axes import constraint_fault, mesh_fault, mesh_for_init
 from ._build import NamedLayer
+from ._marks import Marks
 from ._precision import init_inputs, widened
-from ._protocol import Layer, layer_rngs
+from ._protocol import Layer, LayerCall, layer_rngs
 from ._sharding import (
     Rules,
     find_marks,
@@ -40,18 +42,29 @@ T = TypeVar("T")
 _ONLY_IN_TRAINING = (InvalidRngError, ModifyScopeVariableError)
 
 
-@dataclass
-class Seen:
-    """Facts about the layers, collected while they are traced, for warnings about the model."""
+@dataclass(frozen=True)
+class Variables:
+    """A layer's variables, as `ModelTrace` has them for all layers."""
 
-    # Weights whose metadata names the axis `data`.
-    over_data: list[str] = field(default_factory=list[str])
-    # All names in metadata.
-    names: set[str] = field(default_factory=set[str])
+    params: PyTree
+    collections: PyTree
+    param_specs: Mapping[Path, PartitionSpec]
+    collection_specs: Mapping[Path, PartitionSpec]
+    stage_dims: Mapping[Path, int]
+    param_marks: Marks
+    init_on_mesh: bool
+    # For warnings: the names in metadata, and the weights for which it names the axis `data`.
+    names: Collection[str]
+    over_data: Sequence[str]
+
+    def paths(self) -> list[Path]:
+        """Paths inside the module, so without the name of a collection."""
+        kept = (path[1:] for path in flatten_dict(self.collections))
+        return [*flatten_dict(self.params), *kept]
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerTracer:
     """Abstract evaluation of a layer at its position."""
 
     named: NamedLayer
@@ -61,55 +74,56 @@ class Call:
     dtype: Any
     mesh: AbstractMesh
     rules: Rules
-    seen: Seen
 
-    def variables(self, given: PyTree) -> tuple[PyTree, PyTree, tuple[Mapping[Path, Any], ...]]:
-        """Shapes of parameters and collections, their shardings, split dims and marks."""
-
-        def make(x: PyTree, s: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
-            with rules_in_force(()):
-                _, params, collections = self.named.layer.init(
-                    jax.random.key(0), x, side=s, given=given
-                )
-            _check_leaves(self.named, params)
-            return as_arrays(params), as_arrays(collections)
-
-        def made_alone_or_given() -> tuple[PyTree, PyTree]:
-            inputs = init_inputs((self.inputs, self.side), self.dtype)
-            try:
-                # First let the layer make its variables itself, so that a shape that does not fit a
-                # shared parameter is detected. A layer that only reads shared parameters, such as a
-                # tied head, gets them passed in.
-                return jax.eval_shape(make, *inputs, {})
-            except Exception:
-                if not given:
-                    raise
-                return jax.eval_shape(make, *inputs, given)
-
-        def without_mesh_or_with() -> tuple[PyTree, PyTree]:
-            # On a mesh, Flax applies the metadata of each new variable as a constraint. This fails
-            # for a manual axis, for a name that only the rules know, and for a variable that is
-            # made in another shape (nn.DenseGeneral). Without a mesh, constraints in the layer's
-            # call that name axes fail, so in that case a mesh is used.
-            try:
-                with jax.sharding.use_abstract_mesh(NO_MESH):
-                    return made_alone_or_given()
-            except Exception:
-                if not automatic_axes(self.mesh):
-                    raise
-            with jax.sharding.use_abstract_mesh(mesh_for_init([name for name, _ in self.rules])):
-                return made_alone_or_given()
-
-        made = self._naming_faults(without_mesh_or_with)
-        specs = [partition_specs(self.named.name, tree, self.mesh, self.rules) for tree in made]
+    def variables(self, given: PyTree) -> Variables:
+        """The layer's variables; `given` are parameters that other layers share with it."""
+        name = self.named.name
+        made, on_mesh = self._naming_faults(lambda: self._made(given))
+        specs, collection_specs = (
+            partition_specs(name, tree, self.mesh, self.rules) for tree in made
+        )
         params, collections = widened(_without_sharding(unbox(made)), self.dtype)
-        of_params, of_collections = specs
-        self.seen.over_data += paths_over_data(self.named.name, made[0], self.mesh, self.rules)
-        self.seen.names.update(*map(metadata_names, made))
-        dims = stage_dims(self.named.name, made[0])
-        of_params = with_fsdp(flatten_dict(params), of_params, dims, self.mesh)
-        marks = find_marks(made[0])
-        return params, collections, (of_params, of_collections, dims, marks)
+        dims = stage_dims(name, made[0])
+        return Variables(
+            params,
+            collections,
+            with_fsdp(flatten_dict(params), specs, dims, self.mesh),
+            collection_specs,
+            dims,
+            find_marks(made[0]),
+            on_mesh,
+            metadata_names(made),
+            paths_over_data(name, made[0], self.mesh, self.rules),
+        )
+
+    def _made(self, given: PyTree) -> tuple[tuple[PyTree, PyTree], bool]:
+        """Parameters and collections in their boxes, and whether a mesh must be around."""
+
+        def make(on_mesh: bool, given: PyTree) -> tuple[tuple[PyTree, PyTree], bool]:
+            def init(inputs: PyTree, side: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+                call = LayerCall(inputs, side, given)
+                params, collections = self.named.layer.init(jax.random.key(0), call)
+                _check_leaves(self.named, params)
+                return as_arrays(params), as_arrays(collections)
+
+            args = (*init_inputs((self.inputs, self.side), self.dtype), given)
+            mesh = mesh_for_init([name for name, _ in self.rules]) if on_mesh else NO_MESH
+            with jax.sharding.use_abstract_mesh(mesh), rules_in_force(()):
+                return jax.eval_shape(init, *args), on_mesh
+
+        # On a mesh, Flax applies the metadata of each new variable as a constraint. This fails for
+        # a manual axis, for a name that only the rules know, and for a variable that is made in
+        # another shape (nn.DenseGeneral). So a mesh is around only for a layer that fails without
+        # one, as its own constraints over axes do.
+        # On either, the layer first makes all variables itself, so that a shape that does not fit a
+        # shared parameter is detected. A layer that only reads shared parameters, such as a tied
+        # head, needs them given. Whatever its call raises without them is the user's.
+        meshes = (False, True) if automatic_axes(self.mesh) else (False,)
+        *ways, last = itertools.product(meshes, ({}, given) if given else ({},))
+        for way in ways:
+            with contextlib.suppress(Exception):
+                return make(*way)
+        return make(*last)
 
     def results(self, params: PyTree, collections: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:
         """The layer's call in training, and the shapes of its outputs and reports."""
@@ -140,7 +154,11 @@ class Call:
         # axes automatic.
         manual = sorted(constrained_axes(program) & set(MANUAL_AXES))
         if manual:
-            raise self._constraint_fault(f"a constraint over {', '.join(map(repr, manual))}")
+            raise constraint_fault(
+                f"layer {self.named.name}",
+                f"a constraint over {', '.join(map(repr, manual))}",
+                automatic_axes(self.mesh),
+            )
         lengths = self.mesh.shape
         over_data = "data" in effect_axes(program.jaxpr)
         if over_data and math.prod(lengths[axis] for axis in MANUAL_AXES) == 1 < math.prod(
@@ -164,9 +182,7 @@ class Call:
             params: PyTree, collections: PyTree, x: PyTree, side: PyTree, key: jax.Array
         ) -> PyTree:
             rngs = {"params": key} if layer.holds_streams else None
-            return as_arrays(
-                layer.apply(params, collections, x, rngs=rngs, train=False, side=side)[0]
-            )
+            return as_arrays(layer.apply(LayerCall(x, side, params, collections, rngs))[0])
 
         args = self._arguments(params, collections)
         try:
@@ -225,48 +241,19 @@ class Call:
     def _naming_faults(
         self, trace: Callable[[], T], when: str = "", passing: tuple[type[Exception], ...] = ()
     ) -> T:
+        name = f"layer {self.named.name}"
         try:
             return trace()
         except (JaxpipeError, *passing):
             raise
         except Exception as error:
-            if is_unbound_axis(error):
-                raise axis_fault(
-                    f"layer {self.named.name}", error, automatic_axes(self.mesh)
-                ) from error
-            # JAX (0.10) has no class for either of these errors, so they are recognised by their
-            # text.
-            if any(words in str(error) for words in ("with_sharding_constraint", "Resource axis:")):
-                raise self._constraint_fault(str(error).partition(". ")[0].rstrip(".")) from error
-            if "mesh passed to shard_map" in str(error):
-                raise self._nested_mesh_fault() from error
-            raise self._misfit(error, when) from error
-
-    def _constraint_fault(self, what: str) -> LayerError:
-        axes = ", ".join(map(repr, automatic_axes(self.mesh))) or "none"
-        return LayerError(
-            f"layer {self.named.name} must name in its sharding constraints automatic axes of the "
-            f"mesh, of which it has {axes}, and no more of them than an array has dims, but got: "
-            f"{what}. Leave out 'stage' and 'data', and give the PipelineModule a topology with "
-            "every other axis, such as PipeModelDataParallelTopology(num_pp, num_mp, num_dp) for "
-            "'model'."
-        )
-
-    def _nested_mesh_fault(self) -> LayerError:
-        axes = automatic_axes(self.mesh)
-        return LayerError(
-            f"layer {self.named.name} must open jax.shard_map on the mesh around it, whose axes "
-            "'stage' and 'data' are the pipeline's, but got a mesh of its own. Leave mesh= out and "
-            "name the axes to be split by hand: jax.shard_map(..., "
-            f"axis_names={{{', '.join(map(repr, axes)) or '...'}}})."
-        )
-
-    def _misfit(self, error: Exception, when: str) -> LayerError:
-        return LayerError(
-            f"layer {self.named.name} must accept {self.before}{when}, but got "
-            f"inputs={format_struct(self.inputs)} and failed with {type(error).__name__}: "
-            f"{str(error).rstrip('.')}. Make the two layers agree, or put a function between them."
-        )
+            fault = mesh_fault(name, error, automatic_axes(self.mesh)) or LayerError(
+                f"{name} must accept {self.before}{when}, but got "
+                f"inputs={format_struct(self.inputs)} and failed with {type(error).__name__}: "
+                f"{str(error).rstrip('.')}. Make the two layers agree, or put a function between "
+                "them."
+            )
+            raise fault from error
 
 
 def _check_leaves(named: NamedLayer, params: PyTree) -> None:
@@ -283,17 +270,14 @@ def _check_leaves(named: NamedLayer, params: PyTree) -> None:
 def _without_sharding(tree: PyTree) -> PyTree:
     """Shapes without the sharding that tracing on a mesh adds."""
     # That sharding differs between inputs and results.
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x, tree
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _train(
     layer: Layer, params: PyTree, collections: PyTree, inputs: PyTree, side: PyTree, key: jax.Array
 ) -> tuple[PyTree, PyTree, PyTree]:
-    rngs = layer_rngs(key)
     outputs, updated, aux = layer.apply(
-        params, collections, inputs, rngs=rngs, train=True, side=side
+        LayerCall(inputs, side, params, collections, layer_rngs(key), train=True)
     )
     return as_arrays(outputs), as_arrays(updated), aux
 
