@@ -380,7 +380,7 @@ def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | N
     """Compile, and print the rows of one form."""
     start = time.monotonic()
     built = build(size, form, attention, keep=keep)
-    compiled = built.step.lower(built.state_struct, built.batch_struct).compile()
+    compiled = built.step.lower(built.states.struct, built.batches.struct).compile()
     seconds, text, memory = time.monotonic() - start, compiled.as_text(), compiled.memory_analysis()
     label = f"{form}, {'sums kept' if keep else 'recomputed'}"
     if dump:
@@ -426,7 +426,7 @@ def measure(size: Size, form: str, attention: str, *, keep: bool, dump: Path | N
         *(_merged(dims) for dims in size.weights.values()),
     }
     if form == "sequence":
-        shapes.add((built.program.residual_slots, size.time, size.dim))
+        shapes.add((built.plan.program.residual_slots, size.time, size.dim))
     print(f"\nWhole in a tick: {', '.join(tick.whole(shapes)) or 'nothing'}.", flush=True)
 
 

@@ -175,8 +175,8 @@ def make_step(case: Case, sleeps: Sleeps) -> Callable[[], float]:
     pipeline = jaxpipe.Pipeline(
         model, optax.sgd(0.1), mesh, (x[0], x[0]), num_microbatches, settings
     )
-    compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
-    state, batch = pipeline.init(), pipeline.place_batch((x, x, {}))
+    compiled = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).compile()
+    state, batch = pipeline.init(), pipeline.batches.place((x, x, {}))
     held = [jax.block_until_ready(state)]
 
     def run() -> float:

@@ -90,7 +90,7 @@ def measure(case: Case) -> tuple[float, float, float]:
         model, optax.adam(1e-3), mesh, example, case.num_microbatches, settings
     )
     built = time.perf_counter()
-    lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+    lowered = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct)
     traced = time.perf_counter()
     lowered.compile()
     return built - start, traced - built, time.perf_counter() - traced

@@ -103,7 +103,7 @@ def row_of(job: Job, flags: dict[str, Any]) -> list[str]:
     flags = {name: value for name, value in flags.items() if name != "optimization_level"}
     jax.config.update("jax_optimization_level", level)
     pipeline = job.pipeline()
-    lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+    lowered = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct)
     with tempfile.TemporaryDirectory() as folder, without_cache():
         try:
             compiled = lowered.compile(compiler_options={**flags, DUMP_OPTION: folder})
@@ -117,7 +117,7 @@ def row_of(job: Job, flags: dict[str, Any]) -> list[str]:
     block = type(job.block).__name__
     costs = Costs(module, HARDWARE["h200"], job.hosts)
     try:
-        found = Simulation(costs, pipeline.program, job.num_devices, block).run()
+        found = Simulation(costs, pipeline.plan.program, job.num_devices, block).run()
     except ValueError:
         # The model of a step goes through loops of one tick a round.
         times = ["its loops are others", "-"]

@@ -69,13 +69,13 @@ def jaxpipe_step(
     config = TrainConfig(pipeline=PipelineConfig(schedule="1f1b"))
     optimizer = optax.sgd(forms.LEARNING_RATE)
     pipeline = jaxpipe.Pipeline(model, optimizer, mesh, (x[0], y[0], {}), len(x), config)
-    held = [pipeline.init_from(model.init(jax.random.key(0), x[0]))]
+    held = [pipeline.states.init_from(model.init(jax.random.key(0), x[0]))]
 
     def run() -> float:
         held[0], metrics = jax.block_until_ready(pipeline.step(held[0], (x, y, {})))
         return float(metrics["loss"])
 
-    compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+    compiled = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).compile()
     return forms.Step(run, compiled.memory_analysis().temp_size_in_bytes)
 
 

@@ -58,10 +58,10 @@ def compiled(length: int, places: int, kv_heads: int) -> tuple[float, float]:
     batch = tokens, tokens
     pipeline = jaxpipe.make_pipeline(module, optax.adamw(1e-3), settings, mesh, batch)
     with without_cache():
-        lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+        lowered = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct)
         memory: Any = lowered.compile().memory_analysis()
     counts = pipeline.trace.num_own_params()
-    bounds = itertools.pairwise(pipeline.parts)
+    bounds = itertools.pairwise(pipeline.plan.parts)
     num_params = max(sum(counts[first:last]) for first, last in bounds)
     return memory.temp_size_in_bytes / 1e9, (4 + 2) * num_params / 1e9
 

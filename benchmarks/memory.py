@@ -65,8 +65,8 @@ def temporary_bytes(
     example = jax.tree.map(lambda a: a[0], tokens(1, 4, 128))
     settings = TrainConfig(pipeline=PipelineConfig(schedule=schedule, num_chunks=num_chunks))
     pipeline = jaxpipe.Pipeline(model, optax.sgd(0.1), mesh, example, num_microbatches, settings)
-    compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
-    program = pipeline.program
+    compiled = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).compile()
+    program = pipeline.plan.program
     return (
         compiled.memory_analysis().temp_size_in_bytes,
         program.peak_in_flight,

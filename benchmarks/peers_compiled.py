@@ -169,7 +169,7 @@ def measure(name: str, recompute: str, job: Job, text_at: Path | None) -> Found:
     else:
         job = replace(job, **SCHEDULES[name], interval=int(recompute == "all"))
         pipeline = job.pipeline()
-        lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+        lowered = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct)
     with without_cache():
         compiled = lowered.compile()
     compile_s = time.perf_counter() - start
@@ -186,7 +186,7 @@ def measure(name: str, recompute: str, job: Job, text_at: Path | None) -> Found:
         step_s, stages = step.total_s, [step]
     else:
         block = type(job.block).__name__
-        found = Simulation(costs, pipeline.program, job.num_devices, block).run()
+        found = Simulation(costs, pipeline.plan.program, job.num_devices, block).run()
         step_s, stages = found.step_s, found.whole
     total = planned_bytes(compiled)
     return Found(

@@ -74,9 +74,11 @@ def main() -> None:
         job = JOBS[name]
         pipeline = job.pipeline()
         with without_cache():
-            compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+            compiled = pipeline.step.lower(
+                pipeline.states.struct, pipeline.batches.struct
+            ).compile()
         total = planned_bytes(compiled)
-        counted = job.plan(partition=[list(pipeline.parts)]).candidates[0].memory.total
+        counted = job.plan(partition=[list(pipeline.plan.parts)]).candidates[0].memory.total
         row = f"{counted / 1e9:.2f}", f"{total / 1e9:.2f}", f"{counted / total:.3f}"
         print_row(name, *row)
 

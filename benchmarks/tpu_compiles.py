@@ -96,7 +96,7 @@ class Case:
         pipeline = jaxpipe.make_pipeline(module, optax.adamw(1e-3), config, mesh, batch)
         program = pipeline.step if self.program == "step" else pipeline.evaluate
         with without_cache():
-            return program.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+            return program.lower(pipeline.states.struct, pipeline.batches.struct).compile()
 
 
 BF16 = {"bf16": {"enabled": True}}

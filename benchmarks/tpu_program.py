@@ -88,7 +88,7 @@ def row(kind: str, name: str) -> list[str]:
     start = time.perf_counter()
     pipeline = jaxpipe.make_pipeline(module, optax.adamw(1e-4), settings, mesh, (tokens, tokens))
     with without_cache():
-        compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+        compiled = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).compile()
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None

@@ -58,9 +58,9 @@ def measure(
     loss.
     """
     built = pipeline(num_stages, split=split)
-    compiled = built.step.lower(built.state_struct, built.batch_struct).compile()
+    compiled = built.step.lower(built.states.struct, built.batches.struct).compile()
     memory, counted = compiled.memory_analysis(), compiled.cost_analysis()
-    batch = built.place_batch(tokens(2 * num_stages, MICROBATCH, TIME, VOCAB))
+    batch = built.batches.place(tokens(2 * num_stages, MICROBATCH, TIME, VOCAB))
     state, seconds, loss = built.init(), [], 0.0
     for _ in range(repeats + 1):
         start = time.process_time()

@@ -110,11 +110,13 @@ def ring_bytes(pipeline: jaxpipe.Pipeline) -> int:
 
     With those that wait from input to weight gradient.
     """
-    parts = pipeline._stages
+    parts = pipeline.stage
     waiting = jax.tree.leaves(
-        (parts.residuals, parts.pending if pipeline.program.has_split_backward else ())
+        (parts.residuals, parts.pending if pipeline.plan.program.has_split_backward else ())
     )
-    return len(pipeline.part_stages) * sum(math.prod(x.shape) * x.dtype.itemsize for x in waiting)
+    return len(pipeline.plan.program.placement.stages) * sum(
+        math.prod(x.shape) * x.dtype.itemsize for x in waiting
+    )
 
 
 def copy_seconds(num_bytes: int) -> float:

@@ -95,5 +95,5 @@ def check(case: Case, trainable: Any) -> None:
     assert_close(found, wanted["params"])
     for path in pipeline.trace.frozen:
         np.testing.assert_array_equal(flatten_dict(found)[path], first[path])
-    moments = {key for key in pipeline.catalog if key.startswith("opt_state/")}
+    moments = {key for key in pipeline.states.catalog if key.startswith("opt_state/")}
     assert not any("/".join(path) in key for key in moments for path in pipeline.trace.frozen)

@@ -126,7 +126,7 @@ def all_leaves(engine: PipelineEngine) -> dict[str, np.ndarray]:
     arrays = {name: np.asarray(array) for name, array in state_arrays(engine.state).items()}
     return {
         key: read_leaf(leaf, lambda name, row: arrays[name][row].reshape(-1))
-        for key, leaf in pipeline.catalog.items()
+        for key, leaf in pipeline.states.catalog.items()
     }
 
 

@@ -127,7 +127,7 @@ def write(engine: Any, url: str) -> None:
 
 TAKERS: dict[str, Callable[[Any, str], Any]] = {
     "schedule_trace": lambda engine, url: engine.schedule_trace(url),
-    "draw": lambda engine, url: draw(engine.pipeline.program).save(f"{url}/x.svg"),
+    "draw": lambda engine, url: draw(engine.pipeline.plan.program).save(f"{url}/x.svg"),
     "config": lambda engine, url: load_config(f"{url}/config.json"),
     "flops_profiler": lambda engine, url: FlopsProfilerSection(output_file=url),
     "transformer": lambda engine, url: DeepSpeedTransformerConfig.from_json_file(url),

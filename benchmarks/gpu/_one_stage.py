@@ -31,6 +31,7 @@ from jaxpipe.jaxpr import (
     scope_of,
 )
 from jaxpipe.jaxpr import primitives as names
+from jaxpipe.optim import LossScaler
 
 _EXCHANGE = "ppermute"
 _SUMS = {"psum", "psum_invariant", "pmax", "pmin", "pvary"}
@@ -50,7 +51,7 @@ class OneStage:
 
     def __init__(self, job: Job, hardware: Hardware) -> None:
         self._pipeline = job.pipeline(tuple(absent_devices(hardware, job.num_devices)))
-        args = self._pipeline.state_struct, self._pipeline.batch_struct
+        args = self._pipeline.states.struct, self._pipeline.batches.struct
         closed, out = jax.make_jaxpr(self._pipeline.step, return_shape=True)(*args)
         result = jax.tree.structure(out)
 
@@ -69,7 +70,7 @@ class OneStage:
     @property
     def structs(self) -> tuple[Any, Any, Any]:
         """Shapes and dtypes of the step's arguments."""
-        state, batch = map(_local, (self._pipeline.state_struct, self._pipeline.batch_struct))
+        state, batch = map(_local, (self._pipeline.states.struct, self._pipeline.batches.struct))
         return jax.ShapeDtypeStruct((), jnp.int32), state, batch
 
     def example(self, vocab: int) -> tuple[PyTree, PyTree]:
@@ -83,7 +84,8 @@ class OneStage:
         def drawn(struct: Any) -> jax.Array:
             return 0.02 * jax.random.normal(key, struct.shape, struct.dtype)
 
-        scaler, tokens = self._pipeline.loss_scaler, np.random.default_rng(0).integers
+        scaler = LossScaler.from_config(self._pipeline.plan.config)
+        tokens = np.random.default_rng(0).integers
         return (
             dataclasses.replace(
                 jax.tree.map(zeros, state),

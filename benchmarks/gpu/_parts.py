@@ -296,7 +296,7 @@ def beside(sizes: Sizes, case: str) -> Rows:
 
     pipeline = job.pipeline()
     found = _read(one.step.lower(*jax.tree.map(placed, one.structs)))
-    asked = _read(pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct))
+    asked = _read(pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct))
     for what in found:
         yield Row(f"{case}: {what}", found[what], asked[what])
 
@@ -425,7 +425,7 @@ def _difference(found: jax.Array, asked: jax.Array) -> float:
 def _pipeline_s(job: Job, steps: int) -> float:
     """Seconds of jaxpipe's step on devices that are here."""
     pipeline = job.pipeline(jax.devices()[: job.num_devices])
-    held, batch = [pipeline.init()], pipeline.place_batch(_tokens(job))
+    held, batch = [pipeline.init()], pipeline.batches.place(_tokens(job))
 
     def run() -> Any:
         held[0], metrics = pipeline.step(held[0], batch)

@@ -53,7 +53,7 @@ def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) ->
     """Compile a job and read its program."""
     start = time.perf_counter()
     pipeline = job.pipeline()
-    lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+    lowered = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct)
     # What comes from JAX's cache on disk is not dumped.
     with tempfile.TemporaryDirectory() as folder, without_cache():
         options: dict[str, Any] = {DUMP_OPTION: folder}
@@ -71,7 +71,7 @@ def measure(job: Job, text_at: Path | None, *, loops_in_graphs: bool = False) ->
     counted, block = job.plan().candidates[0], type(job.block).__name__
     real, ideal = (
         Simulation(
-            Costs(module, machine, job.hosts), pipeline.program, job.num_devices, block
+            Costs(module, machine, job.hosts), pipeline.plan.program, job.num_devices, block
         ).run()
         for machine in (HARDWARE["h200"], HARDWARE["h200"].ideal)
     )

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxpipe.layers import format_struct, join_path
+from jaxpipe.optim import LossScaler
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.state import TrainState, place_everywhere
 
@@ -20,7 +21,7 @@ _LIBRARIES = ("jaxpipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 def describe_layers(pipeline: Pipeline, keys: Collection[str]) -> tuple[StoredLayer, ...]:
     """Describe the layers of a model, in order; only parameters with these keys are listed."""
     boundaries = pipeline.trace.boundaries
-    parts = pipeline.parts
+    parts = pipeline.plan.parts
     return tuple(
         StoredLayer(
             name=named.name,
@@ -83,7 +84,7 @@ def dump_scalars(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
 
 
 def _has_moving_scale(pipeline: Pipeline) -> bool:
-    scaler = pipeline.loss_scaler
+    scaler = LossScaler.from_config(pipeline.plan.config)
     return scaler is not None and scaler.dynamic
 
 
@@ -100,7 +101,7 @@ def load_scalars(
         "rng": rng,
     }
     stored = scalars["loss_scale"]
-    paths, treedef = jax.tree.flatten_with_path(pipeline.state_struct.loss_scale)
+    paths, treedef = jax.tree.flatten_with_path(pipeline.states.struct.loss_scale)
     names = [jax.tree_util.keystr(path, simple=True) for path, _ in paths]
     # Restored only if the loss scale is dynamic in both.
     if loss_scale and _has_moving_scale(pipeline) and set(names) == set(stored):

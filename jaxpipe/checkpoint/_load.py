@@ -65,7 +65,7 @@ def load_state(
             difference), or the checkpoint is damaged.
     """
     stored = checkpoint.index.leaves
-    wanted = pipeline.catalog
+    wanted = pipeline.states.catalog
     frozen = {join_path(("params", *path)) for path in pipeline.trace.frozen}
     # Parameters that are also frozen here keep their current values; the checkpoint provides only
     # the trained ones.
@@ -90,7 +90,7 @@ def load_state(
         )
         warnings.warn(f"{text}{others}The rest is loaded.", stacklevel=7)
     # An average that is missing or incomplete starts from the parameters.
-    begins = pipeline.config.ema is not None and (
+    begins = pipeline.plan.config.ema is not None and (
         not optimizer
         or any(_is_of_average(key) and not _fits(stored.get(key), wanted[key]) for key in wanted)
     )
@@ -103,7 +103,9 @@ def load_state(
     )
     keys = (*model.fitting, *rest)
     # Layers would receive untrained parameters in that dtype anyway, so a cast needs no warning.
-    untrained = frozen if pipeline.trains else {key for key in keys if key.startswith(_PARAMS)}
+    untrained = (
+        frozen if pipeline.states.trains else {key for key in keys if key.startswith(_PARAMS)}
+    )
     _warn_of_casts(stored, wanted, [key for key in keys if key not in untrained])
     if state is None and (len(keys) < len(wanted) or not counters):
         state = pipeline.init()
@@ -112,7 +114,7 @@ def load_state(
         pipeline, state, keys, lambda mine: _cast_leaves(checkpoint, wanted, mine), when_read
     )
     new = dataclasses.replace(read, **scalars)
-    return pipeline.restart_average(new) if begins else new
+    return pipeline.states.restart_average(new) if begins else new
 
 
 def read_into(
@@ -127,8 +129,8 @@ def read_into(
     Deletes the old leaves. Without a state, all leaves must be read. `when_read` is called when
     everything has been read and before anything changes; an error that it raises is passed on.
     """
-    wanted = pipeline.catalog
-    struct = pipeline.state_struct
+    wanted = pipeline.states.catalog
+    struct = pipeline.states.struct
     arrays = state_arrays(struct if state is None else state)
     touched = {span.array for key in keys for copy in wanted[key].copies for span in copy}
     partial = {
@@ -149,7 +151,7 @@ def read_into(
     # On every process, everything is in host memory and nothing has changed yet.
     run_on_all(when_read)
     if state is None:
-        state = dataclasses.replace(struct, **pipeline.init_scalars())
+        state = dataclasses.replace(struct, **pipeline.states.init_scalars())
     else:
         for name in touched:
             # Delete before the new arrays are placed: a device may not have room for both.

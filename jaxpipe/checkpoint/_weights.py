@@ -69,8 +69,10 @@ def load_huggingface(
             floating-point leaves. The state is unchanged.
     """
     adapters = adapter_keys(pipeline)
-    keys = [key for key in pipeline.catalog if key.startswith(_PARAMS) and key not in adapters]
-    leaves = {key.removeprefix(_PARAMS): _struct_of(pipeline.catalog[key]) for key in keys}
+    keys = [
+        key for key in pipeline.states.catalog if key.startswith(_PARAMS) and key not in adapters
+    ]
+    leaves = {key.removeprefix(_PARAMS): _struct_of(pipeline.states.catalog[key]) for key in keys}
     files = run_on_all(lambda: RenamedFiles(any_path(folder, "folder"), renames, leaves))
     assert files is not None  # set on every process
 
@@ -78,7 +80,7 @@ def load_huggingface(
         paths = [key.removeprefix(_PARAMS) for key in keys]
         return ((_PARAMS + path, value) for path, value in files.leaves(paths))
 
-    return pipeline.restart_average(read_into(pipeline, state, keys, source, when_read))
+    return pipeline.states.restart_average(read_into(pipeline, state, keys, source, when_read))
 
 
 def save_huggingface(  # noqa: PLR0913  # one file or choice each

@@ -175,7 +175,7 @@ class CheckpointWriter:
             if exclude_frozen
             else set[str]()
         )
-        leaves = {key: leaf for key, leaf in pipeline.catalog.items() if key not in frozen}
+        leaves = {key: leaf for key, leaf in pipeline.states.catalog.items() if key not in frozen}
         names = {span.array for leaf in leaves.values() for copy in leaf.copies for span in copy}
         arrays = {
             name: array
@@ -446,15 +446,15 @@ def _content(
 ) -> dict[str, Any]:
     """Return the parts of the index that do not depend on the devices' data."""
     batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pipeline.batch_struct
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pipeline.batches.struct
     )
     return {
         "global_steps": run.global_steps,
         "global_samples": run.global_samples,
         "mesh": dict(mesh_shape(pipeline.mesh)),
-        "zero_stage": pipeline.config.zero_optimization.stage,
+        "zero_stage": pipeline.plan.config.zero_optimization.stage,
         "layers": describe_layers(pipeline, leaves),
-        "excluded": tuple(key for key in pipeline.catalog if key not in leaves),
+        "excluded": tuple(key for key in pipeline.states.catalog if key not in leaves),
         "adapters": tuple(key for key in adapter_keys(pipeline) if key in leaves),
         "batch": dump_struct(tuple(batch)),
         "data_iterators": iterators,

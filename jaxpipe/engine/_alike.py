@@ -85,9 +85,11 @@ def describe_start(  # noqa: PLR0913  # one part or value each
 def describe_state(pipeline: Pipeline) -> dict[str, str]:
     """Describe the structure of a model's state, and how the model is divided into stages."""
     # The optimiser state follows from the parameters.
-    params = {key: leaf for key, leaf in pipeline.catalog.items() if key.startswith("params/")}
+    params = {
+        key: leaf for key, leaf in pipeline.states.catalog.items() if key.startswith("params/")
+    }
     leaves = {key: f"{leaf.dtype}{list(leaf.shape)}" for key, leaf in params.items()}
-    return {**leaves, "cut": str(pipeline.parts), "schedule": pipeline.program.name}
+    return {**leaves, "cut": str(pipeline.plan.parts), "schedule": pipeline.plan.program.name}
 
 
 def describe_leaves(tree: PyTree) -> dict[str, str]:

@@ -361,12 +361,12 @@ class Engine(ABC):
                 check_outputs(pipeline)
             if compute_loss and return_logits:
                 metrics, outputs = run(
-                    "evaluation with outputs", pipeline.evaluate_and_predict, batch
+                    "evaluation with outputs", pipeline.programs.evaluate_and_predict, batch
                 )
             elif compute_loss:
                 metrics = run("evaluation", pipeline.evaluate, batch)
             elif return_logits:
-                outputs = run("prediction", pipeline.predict, batch)
+                outputs = run("prediction", pipeline.programs.predict, batch)
             self._source.commit()
         loss = metrics.get("loss" if reduce_output == "avg" else "microbatch_losses")
         if not bcast_loss and not self.is_last_stage():
@@ -549,8 +549,8 @@ class Engine(ABC):
         # Every process passes all samples and gets all outputs.
         chosen = self._evaluator.chosen(params)
         (pipeline, num_samples), batch = self._take(f"predict{chosen.name}", read, is_whole=True)
-        placed = pipeline.place_batch(batch)
-        outputs = trainer.run("prediction", pipeline.predict, placed, chosen=chosen.state)
+        placed = pipeline.batches.place(batch)
+        outputs = trainer.run("prediction", pipeline.programs.predict, placed, chosen=chosen.state)
         trainer.block_until_ready()  # joining runs another program
         joined = join_samples(outputs, num_samples, self.mesh)
         trainer.note_in_flight(joined)
@@ -575,8 +575,8 @@ class Engine(ABC):
         """
         whole = split_entry(batch, "the batch")
         pipeline = self._trainer.programs.for_batch(whole, self.micro_batches, is_whole=True)
-        pipeline.check_batch(whole)
-        return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+        pipeline.batches.check(whole)
+        return pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct)
 
     def schedule_trace(
         self,
@@ -592,7 +592,7 @@ class Engine(ABC):
 
         Open the file in https://ui.perfetto.dev or chrome://tracing. The trace has one track per
         stage, with every forward and backward at its planned time. In notebooks,
-        `jaxpipe.schedules.draw(engine.pipeline.program)` draws the same schedule.
+        `jaxpipe.schedules.draw(engine.pipeline.plan.program)` draws the same schedule.
 
         With `measure`, the method trains a batch like `train_batch`, records it with JAX's profiler
         and adds the measured times to the trace. They cover the stages that this process has
@@ -617,7 +617,9 @@ class Engine(ABC):
         steps: dict[str, Sequence[Slice]] = {}
         if measure:
             steps["measured"] = self._measured_slices(data_iter)
-        steps["planned"] = timeline(self.pipeline.program, forward_s, backward_s, weight_s=weight_s)
+        steps["planned"] = timeline(
+            self.pipeline.plan.program, forward_s, backward_s, weight_s=weight_s
+        )
         write_file(target, json.dumps(trace_of(steps)))
 
     def set_dataiterator(self, iterator: Iterator[Entry]) -> None:
@@ -858,7 +860,7 @@ class Engine(ABC):
         """
         trainer = self._trainer
         return trainer.tree.unwrap_collections(
-            trainer.pipeline.collections_tree(trainer.state.collections)
+            trainer.pipeline.states.collections_tree(trainer.state.collections)
         )
 
     @one_thread
@@ -874,7 +876,9 @@ class Engine(ABC):
             PipelineError: No shapes are known yet.
         """
         trainer = self._trainer
-        return trainer.tree.unwrap_state(trainer.pipeline.opt_state_tree(trainer.state.opt_state))
+        return trainer.tree.unwrap_state(
+            trainer.pipeline.states.opt_state_tree(trainer.state.opt_state)
+        )
 
     @replaces_state
     def load_module_state_dict(
@@ -917,10 +921,11 @@ class Engine(ABC):
             LayerError,
             "Pass the same trees in all processes: nothing changed.",
         )
-        state = trainer.pipeline.replace_params(trainer.state, params)
-        if collections is not None:
-            state = trainer.pipeline.replace_collections(state, tree.wrap_collections(collections))
-        trainer.state = state
+        trainer.state = trainer.pipeline.states.replace(
+            trainer.state,
+            params=params,
+            collections=None if collections is None else tree.wrap_collections(collections),
+        )
 
     @replaces_state
     def load_opt_state_tree(
@@ -967,7 +972,7 @@ class Engine(ABC):
             LayerError,
             "Pass the same tree and numbers in all processes: nothing changed.",
         )
-        state = trainer.pipeline.replace_opt_state(trainer.state, whole, steps)
+        state = trainer.pipeline.states.replace(trainer.state, opt_state=whole, step=steps)
         with hold_signals():
             trainer.state = state
             trainer.global_steps = trainer.global_steps if steps is None else steps
@@ -1259,7 +1264,7 @@ class Engine(ABC):
             ), batch
 
         pipeline, batch = self._take(call, read, is_training=is_training)
-        return pipeline, pipeline.place_batch(batch, self.data_shard.replicas)
+        return pipeline, pipeline.batches.place(batch, self.data_shard.replicas)
 
     def _take(
         self,
@@ -1297,7 +1302,7 @@ class Engine(ABC):
             self._recorder = None
         devices = stage_devices(self.mesh.devices)
         names = [each.name for each in self.module.layers]
-        return measured_slices(self.pipeline.program, recorded, devices, names)
+        return measured_slices(self.pipeline.plan.program, recorded, devices, names)
 
     def _launch_recorded(
         self, step: Any, state: TrainState, batch: Batch

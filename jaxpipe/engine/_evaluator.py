@@ -75,8 +75,8 @@ class Evaluator:
         entries = mapped(loader)
         chosen = self.chosen(params)
         for group, pipeline, terms in self._evaluated(f"evaluate{chosen.name}", entries, chosen):
-            names = pipeline.loss_metrics
-            num_samples = self._size * pipeline.num_replicas
+            names = pipeline.programs.loss_metrics
+            num_samples = self._size * pipeline.batches.num_replicas
             num_samples //= len(self._trainer.data_shard.replicas)
             shard = self._trainer.data_shard.index
             sums.add(terms, _counted(group.counts, shard, self._size, num_samples))
@@ -221,8 +221,12 @@ class Evaluator:
                 return found, group.batch
 
             pipeline, batch = self._take(call, read)
-            placed = pipeline.place_batch(batch, trainer.data_shard.replicas)
-            program = pipeline.measuring(measure) if measure else pipeline.evaluate_samples
+            placed = pipeline.batches.place(batch, trainer.data_shard.replicas)
+            program = (
+                pipeline.programs.measured(measure)
+                if measure
+                else pipeline.programs.evaluate_samples
+            )
             what = "evaluation of samples" if measure is None else call
             values = trainer.run(what, program, placed, chosen=chosen.state)
             # Before processes exchange numbers, because the exchange is a program too.

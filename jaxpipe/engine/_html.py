@@ -32,15 +32,20 @@ def engine_html(
         return "\n".join(lines)
     # Everything is known from shapes: nothing is read from the devices.
     num_params = pipeline.trace.num_params()
-    ends = pipeline.ends.layers
-    parts = zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False)
+    ends = pipeline.stage.ends.layers
+    parts = zip(
+        pipeline.plan.parts,
+        pipeline.plan.parts[1:],
+        pipeline.plan.program.placement.stages,
+        strict=False,
+    )
     rows = [["all", "", names[i], f"{num_params[i]:,}"] for i in ends]
     for part, (start, stop, stage) in enumerate(parts):
         own = [i for i in range(start, stop) if i not in ends]
         listed = ", ".join(names[i] for i in own)
         rows.append([str(stage), str(part), listed, f"{sum(num_params[i] for i in own):,}"])
     lines.append(html_table(["stage", "part", "layers", "parameters"], rows, "<<<>", _CELL))
-    program = pipeline.program
+    program = pipeline.plan.program
     if program.num_stages * program.num_microbatches * program.num_chunks * 2 <= _MOST_ACTIONS:
         lines.append(draw(program).svg())
     return "\n".join([*lines, "</div>"])

@@ -30,7 +30,7 @@ class GradientAccumulator:
 
     A step over a whole batch divides by the total weight of its microbatches before it
     differentiates. Here the weights of later microbatches are not known yet. So each microbatch is
-    divided by its own weight, `Pipeline.partial_gradients` multiplies its gradients by that weight
+    divided by its own weight, `Programs.partial_gradients` multiplies its gradients by that weight
     again, and `mean` divides the sum by the total weight.
 
     Attributes:
@@ -54,7 +54,7 @@ class GradientAccumulator:
     def of_microbatch(
         cls, metrics: PartialMetrics, gradients: PyTree, loss_metrics: Collection[str]
     ) -> "GradientAccumulator":
-        """Return the sums over one microbatch from the result of `Pipeline.partial_gradients`."""
+        """Return the sums over one microbatch from the result of `Programs.partial_gradients`."""
         weight = metrics["weight"]
         divisor = loss_divisor(weight)  # 1 for a microbatch of weight 0
         reported: ReportedMetrics = {}
@@ -98,10 +98,12 @@ def compile_forward(
         # Layers see the cotangent of the mean over the step's microbatches, as in a whole batch. If
         # losses are `(sum, weight)`, later microbatches are assumed to have the weight of the
         # current one. This only makes a difference in a layer whose backward is not linear.
-        metrics, gradients, collections = pipeline.partial_gradients(
+        metrics, gradients, collections = pipeline.programs.partial_gradients(
             state, batch, index, np.int32(num_microbatches)
         )
-        total = GradientAccumulator.of_microbatch(metrics, gradients, pipeline.loss_metrics)
+        total = GradientAccumulator.of_microbatch(
+            metrics, gradients, pipeline.programs.loss_metrics
+        )
         return collections, total, metrics["loss"]
 
     return jax.jit(jaxpipe_forward_backward)
@@ -126,7 +128,7 @@ def compile_update(
         }
 
     # The same sharding as before, because the next program is compiled for it.
-    of_state = jax.tree.map(lambda x: x.sharding, pipeline.state_struct)
+    of_state = jax.tree.map(lambda x: x.sharding, pipeline.states.struct)
     return jax.jit(jaxpipe_update, donate_argnums=0, out_shardings=(of_state, None))
 
 
@@ -141,7 +143,7 @@ def _check_aux_losses(pipeline: Pipeline, num_microbatches: int) -> None:
     if (
         names
         and jax.eval_shape(
-            module.loss_terms, trace.boundaries[-1], pipeline.microbatch_struct.labels
+            module.loss_terms, trace.boundaries[-1], pipeline.batches.microbatch.labels
         )[1]
         is not None
     ):

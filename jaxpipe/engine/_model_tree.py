@@ -50,20 +50,20 @@ class ModelTree:
 
     def wrap_state(self, pipeline: Pipeline, state: PyTree) -> PyTree:
         """Check a user's optimiser state and convert it to that of all layers."""
-        struct = pipeline.opt_state_struct
+        struct = pipeline.states.opt_state_struct
         checked = check_opt_state(state, self.unwrap_state(struct))
         # There is one layer, so both structures have the same leaves in the same order.
         return jax.tree.unflatten(jax.tree.structure(struct), jax.tree.leaves(checked))
 
     def check(self, pipeline: Pipeline, params: PyTree) -> None:
         """Check parameters of all layers against the model. Errors show the user's tree paths."""
-        if self.layer is None:
-            pipeline.check_params(params)
-            return
         wanted = flatten_dict(self.unwrap(pipeline.trace.tree()))
-        check_params(
-            self.unwrap(params), wanted, "Pass variables['params'] of the model's own init"
-        )
+        if self.layer is None:
+            check_params(params, wanted)
+        else:
+            check_params(
+                self.unwrap(params), wanted, "Pass variables['params'] of the model's own init"
+            )
 
 
 def merge_params(present: PyTree, given: PyTree) -> PyTree:

@@ -71,7 +71,7 @@ def _join(outputs: PyTree, num_samples: int) -> PyTree:
 def check_outputs(pipeline: Pipeline) -> None:
     """Raise LayerError if an output leaf has no sample dim, so that outputs cannot be joined."""
     struct: Any = pipeline.trace.boundaries[-1]
-    size = jax.tree.leaves(pipeline.microbatch_struct)[0].shape[0]
+    size = jax.tree.leaves(pipeline.batches.microbatch)[0].shape[0]
     if any(leaf.shape[:1] != (size,) for leaf in jax.tree.leaves(struct)):
         raise LayerError(
             "the model's outputs must have the samples of a microbatch as their first dim to be "

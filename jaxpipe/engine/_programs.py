@@ -203,17 +203,17 @@ class ProgramCache:
             self._recompute,
             parts,
         )
-        if self._form is None:
-            pipeline.check_recompute()
         inputs = format_struct(struct.inputs)
         params = flatten_dict(pipeline.trace.tree())
-        form = _Form(pipeline.parts, pipeline.cuts, params, pipeline.state_struct, inputs)
+        form = _Form(
+            pipeline.plan.parts, pipeline.stage.cuts, params, pipeline.states.struct, inputs
+        )
         if self._form is None:
             with hold_signals():
                 self._form = form
-                self._config = pipeline.config
+                self._config = pipeline.plan.config
                 self.module = self.module.with_cut(
-                    pipeline.trace, pipeline.parts, pipeline.part_stages
+                    pipeline.trace, pipeline.plan.parts, pipeline.plan.program.placement.stages
                 )
         else:
             _check_form(form, self._form)

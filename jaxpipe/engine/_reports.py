@@ -117,7 +117,11 @@ class Reports:
         """Return the floating-point operations per sample, counted once for each batch shape."""
         pipeline = self._trainer.pipeline
         if self._flops is None or self._flops[0] is not pipeline:
-            samples = pipeline.num_microbatches * pipeline.microbatch_size * pipeline.num_replicas
+            samples = (
+                pipeline.batches.num_microbatches
+                * pipeline.batches.microbatch_size
+                * pipeline.batches.num_replicas
+            )
             self._flops = pipeline, model_flops(pipeline) / samples
         return self._flops[1]
 
@@ -138,7 +142,7 @@ class Reports:
 
     def _access_to_state(self) -> Hyperparams:
         if self._access is None:
-            self._access = self._trainer.pipeline.hyperparams(self._schedules)
+            self._access = self._trainer.pipeline.states.hyperparams(self._schedules)
         return self._access
 
     def next_hyperparams(self) -> Mapping[str, float]:

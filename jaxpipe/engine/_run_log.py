@@ -55,12 +55,13 @@ class RunLog:
         places = " x ".join(
             f"{length} {_AXES.get(axis, axis)}" for axis, length in shape.items() if length > 1
         )
-        given: Any = pipeline.config.pipeline.schedule
+        given: Any = pipeline.plan.config.pipeline.schedule
         schedule = getattr(given, "__name__", given)
         self._trainer.compiler.report(
             f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}, {versions}; "
             f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind}: "
-            f"{places or 'one place'}, schedule {schedule}, layers cut at {list(pipeline.parts)}; "
+            f"{places or 'one place'}, schedule {schedule}, layers cut at "
+            f"{list(pipeline.plan.parts)}; "
             f"{pipeline.trace.total_params:,} parameters in {trainer.config.compute_dtype}; "
             f"{sizes.train_batch_size} samples a step, in {sizes.gradient_accumulation_steps} "
             f"microbatches of {sizes.train_micro_batch_size_per_gpu} a replica"

@@ -106,7 +106,7 @@ class Trainer:
             # an initialisation. Seeds and initialisers, including users' own, use numbers from the
             # host; this happens once.
             with jax.transfer_guard_host_to_device("allow"):
-                self._state = pipeline.init() if given is None else pipeline.init_from(given)
+                self._state = pipeline.init() if given is None else pipeline.states.init_from(given)
             self.model_parameters = None
         if self.present() is None:
             raise PipelineError(
@@ -167,11 +167,11 @@ class Trainer:
         return self.launch(function, chosen() if chosen else state, *args)
 
     def state_with(self, params: str | None) -> TrainState:
-        """Return the state, optionally with other parameters; see `Pipeline.with_params`."""
+        """Return the state, optionally with other parameters; see `StateIO.with_params`."""
         if params is None:
             return self.state
         self.block_until_ready()
-        state = self.pipeline.with_params(self.state, params)
+        state = self.pipeline.states.with_params(self.state, params)
         self.note_in_flight(jax.tree.leaves(state.params)[0])
         self.block_until_ready()
         return state

@@ -192,7 +192,7 @@ class UnpipelinedEngine(Engine):
         trainer = self._trainer
         begun = self._batch
         pipeline = trainer.programs.for_batch(stacked, 1, microbatch_size=size)
-        batch = pipeline.place_batch(stacked, self.data_shard.replicas)
+        batch = pipeline.batches.place(stacked, self.data_shard.replicas)
         if not self.training:
             return trainer.run("evaluation", pipeline.evaluate, batch)["loss"]
         forward = self._forward_of(pipeline, self.micro_batches)

@@ -56,12 +56,12 @@ class DevicePrograms:
         config: TrainConfig,
         shard_dims: Batch,
     ) -> None:
-        self._stage = stage
-        self._sharding = sharding
-        self._updater = updater
+        self.stage = stage
+        self.sharding = sharding
+        self.updater = updater
         self._train = train
         self._evaluate = evaluate
-        self._objective = objective
+        self.objective = objective
         self._scaler = LossScaler.from_config(config)
         self._checks_norm = config.on_nonfinite != "ignore"
         self._limit = config.gradient_clipping
@@ -75,9 +75,9 @@ class DevicePrograms:
     def init_optimizer(self, params: PyTree) -> PyTree:
         """Make the optimiser's state for new parameters."""
         return _expand(
-            self._updater.init(
+            self.updater.init(
                 self._shard_kind(),
-                select_arrays(self._sharding.trained.shards, self._pinned(params)),
+                select_arrays(self.sharding.trained.shards, self._pinned(params)),
             )
         )
 
@@ -94,7 +94,7 @@ class DevicePrograms:
         """Compute metrics, mean gradients laid out like trained parameters, and collections."""
         partial, grads, collections = self._gradients(state, batch)
         # Same as in `update`: the norm of the scaled gradients, divided by the scale.
-        norm = global_norm(self._tied, self._sharding, self._shard_kind(), grads)
+        norm = global_norm(self._tied, self.sharding, self._shard_kind(), grads)
         metrics: GradientMetrics = {**partial, "grad_norm": norm / self._loss_scale(state)}
         if self._norms_by_layer:
             metrics["grad_norms"] = self._layer_norms(state, grads)
@@ -116,30 +116,30 @@ class DevicePrograms:
     def update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """Apply one update from gradients that `gradients` returned."""
         with jax.named_scope("update"):
-            grads = self._sharding.trained.shards.constrain(_squeeze(grads))
+            grads = self.sharding.trained.shards.constrain(_squeeze(grads))
             return self._update(state, self._scale(state, grads))
 
     def evaluate(self, state: TrainState, batch: Batch) -> EvaluationMetrics:
         """Compute the loss of the batch and of each microbatch."""
-        return self._means(self._results(state, batch, self._objective.measure))
+        return self._means(self._results(state, batch, self.objective.measure))
 
     def choose(self, choice: Callable[[PyTree, PyTree], PyTree], state: TrainState) -> PyTree:
         """Return parameters that replace the state's, in the same layout; see `Updater.choose`."""
         master = self._pinned(state.params)
-        layout = self._sharding.trained.shards
-        opt_state = self._updater.constrain(_squeeze(state.opt_state))
+        layout = self.sharding.trained.shards
+        opt_state = self.updater.constrain(_squeeze(state.opt_state))
         params = select_arrays(layout, master)
         chosen = layout.constrain(
-            self._updater.choose(choice, self._shard_kind(), params, opt_state)
+            self.updater.choose(choice, self._shard_kind(), params, opt_state)
         )
         return _expand(_merged(master, self._same_tied(chosen)))
 
     def restart_average(self, state: TrainState) -> PyTree:
         """Return the optimiser's state with the parameter average restarted."""
-        params = select_arrays(self._sharding.trained.shards, self._pinned(state.params))
-        opt_state = self._updater.constrain(_squeeze(state.opt_state))
-        new = self._updater.restart_average(self._shard_kind(), params, opt_state)
-        return _expand(self._updater.constrain(new))
+        params = select_arrays(self.sharding.trained.shards, self._pinned(state.params))
+        opt_state = self.updater.constrain(_squeeze(state.opt_state))
+        new = self.updater.restart_average(self._shard_kind(), params, opt_state)
+        return _expand(self.updater.constrain(new))
 
     def measured(self, measure: Measure, state: TrainState, batch: Batch) -> PyTree:
         """Measure outputs and labels of every microbatch, with the result on every stage."""
@@ -148,7 +148,7 @@ class DevicePrograms:
 
     def measure_samples(self, outputs: PyTree, labels: PyTree) -> SampleTerms:
         """Compute sums of a microbatch and of each sample, for sets that contain padding."""
-        return self._objective.measure_samples(outputs, labels)
+        return self.objective.measure_samples(outputs, labels)
 
     def predict(self, state: TrainState, batch: Batch) -> PyTree:
         """Compute the model's outputs for every microbatch, on every stage."""
@@ -159,7 +159,7 @@ class DevicePrograms:
     ) -> tuple[EvaluationMetrics, PyTree]:
         """Compute losses and outputs in one run."""
         terms, outputs = self._results(
-            state, batch, lambda y, t: (self._objective.measure(y, t), self._returned(y))
+            state, batch, lambda y, t: (self.objective.measure(y, t), self._returned(y))
         )
         return self._means(terms), broadcast_sum(outputs, "stage")
 
@@ -170,9 +170,7 @@ class DevicePrograms:
     def _means(self, terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
         """Compute the losses of batch and microbatches from this device's sums and weights."""
         sums, weights = sum_over(terms, ("stage", "data"))
-        loss, of_loss = self._objective.named(
-            jnp.sum(sums, axis=0) / loss_divisor(jnp.sum(weights))
-        )
+        loss, of_loss = self.objective.named(jnp.sum(sums, axis=0) / loss_divisor(jnp.sum(weights)))
         metrics: EvaluationMetrics = {
             "loss": loss,
             "microbatch_losses": sums[:, 0] / loss_divisor(weights),
@@ -185,10 +183,10 @@ class DevicePrograms:
         """Return this device's row of parameters, sharded over automatic axes as laid out."""
         # Needed for inputs too: the specs of `shard_map` name only manual axes, and inside XLA
         # picks the sharding over the automatic axes.
-        return self._sharding.master.shards.constrain(_squeeze(rows))
+        return self.sharding.master.shards.constrain(_squeeze(rows))
 
     def _shard_kind(self) -> jax.Array:
-        return self._sharding.master.shard_kind(
+        return self.sharding.master.shard_kind(
             jax.lax.axis_index("stage"), jax.lax.axis_index("data")
         )
 
@@ -199,9 +197,9 @@ class DevicePrograms:
 
     def _batch(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> DeviceBatch:
         batch = as_arrays(batch)
-        batch = batch._replace(inputs=self._stage.cast_inputs(batch.inputs))
+        batch = batch._replace(inputs=self.stage.cast_inputs(batch.inputs))
         replica = jax.lax.axis_index("data")
-        axes = self._stage.sample_axes
+        axes = self.stage.sample_axes
         return DeviceBatch(batch, self._shard_dims, state.rng, state.step, replica, first, axes)
 
     def _device(self, state: TrainState, batch: DeviceBatch, cotangents: LossCotangents) -> Device:
@@ -209,14 +207,14 @@ class DevicePrograms:
         # Once a step, not in every tick: this is the all-gather with ZeRO-1, and the cast with
         # mixed precision.
         with jax.named_scope("gather"):
-            storage = self._sharding.gather_params(
+            storage = self.sharding.gather_params(
                 stage, self._shard_kind(), self._pinned(state.params)
             )
-            storage = self._stage.params.layout.constrain(storage)
+            storage = self.stage.params.layout.constrain(storage)
         return Device(
             stage=stage,
-            weights=Weights(storage, self._stage.trunk.prepare(storage.stacked)),
-            collections=self._stage.collections.layout.constrain(_squeeze(state.collections)),
+            weights=Weights(storage, self.stage.trunk.prepare(storage.stacked)),
+            collections=self.stage.collections.layout.constrain(_squeeze(state.collections)),
             batch=batch,
             cotangents=cotangents,
         )
@@ -230,10 +228,10 @@ class DevicePrograms:
     ) -> tuple[PartialMetrics, PyTree, PyTree]:
         """Compute metrics, this row's gradients times the loss scale, and collections."""
         device_batch = self._batch(state, batch, first)
-        weight = self._objective.divisor(device_batch.labels, self._train.program.num_microbatches)
+        weight = self.objective.divisor(device_batch.labels, self._train.program.num_microbatches)
         divisor = loss_divisor(weight)
         device = self._device(state, device_batch, self._cotangents(state, divisor, num_parts))
-        sums = self._train.run(device, 1 + len(self._objective.metric_names))
+        sums = self._train.run(device, 1 + len(self.objective.metric_names))
         off_trunk = sums.off_trunk_grads.stacked
         # A parameter that vocabulary-parallel layers share with other layers is in both, and its
         # gradient is the sum.
@@ -243,20 +241,18 @@ class DevicePrograms:
         }
         grads = Storage(
             sums.off_trunk_grads.packed,
-            {**off_trunk, **vocab, **self._stage.trunk.named(sums.trunk_grads)},
+            {**off_trunk, **vocab, **self.stage.trunk.named(sums.trunk_grads)},
         )
         with jax.named_scope("reduce"):
             grads = self._without_frozen(device.stage, grads)
             # First summed over the stages: tied parameters need complete gradients before they are
             # cut into shards.
-            grads = sum_tied(self._tied, self._stage.params.grad_layout, device.stage, grads)
-            grads = self._sharding.reduce_gradients(device.stage, self._shard_kind(), grads)
-            grads = self._sharding.trained.shards.constrain(grads)
-        reported = gather_values(
-            sums.all_reported, self._stage.aux_names, self._objective.num_terms
-        )
+            grads = sum_tied(self._tied, self.stage.params.grad_layout, device.stage, grads)
+            grads = self.sharding.reduce_gradients(device.stage, self._shard_kind(), grads)
+            grads = self.sharding.trained.shards.constrain(grads)
+        reported = gather_values(sums.all_reported, self.stage.aux_names, self.objective.num_terms)
         # The sums are zero on all stages but the last, so adding over the stages broadcasts them.
-        loss, of_loss = self._objective.named(sum_over(sums.loss, ("stage", "data")) / divisor)
+        loss, of_loss = self.objective.named(sum_over(sums.loss, ("stage", "data")) / divisor)
         metrics: PartialMetrics = {"loss": sum(reported["losses"].values(), loss), "weight": weight}
         if reported["losses"]:
             metrics["losses"] = reported["losses"]
@@ -280,16 +276,16 @@ class DevicePrograms:
         # the parts.
         scale = scale / num_parts
         # Main losses are averaged by weight, reported losses over microbatches times replicas.
-        return LossCotangents(main=scale / divisor, reported=scale / self._objective.num_terms)
+        return LossCotangents(main=scale / divisor, reported=scale / self.objective.num_terms)
 
     def _update(self, state: TrainState, grads: PyTree) -> tuple[TrainState, UpdateMetrics]:
         """Clip and apply gradients that are still multiplied by the loss scale."""
         shard_kind = self._shard_kind()
-        layout = self._sharding.trained.shards
+        layout = self.sharding.trained.shards
         master = self._pinned(state.params)
-        opt_state = self._updater.constrain(_squeeze(state.opt_state))
+        opt_state = self.updater.constrain(_squeeze(state.opt_state))
         params = select_arrays(layout, master)
-        scaled_norm = global_norm(self._tied, self._sharding, shard_kind, grads)
+        scaled_norm = global_norm(self._tied, self.sharding, shard_kind, grads)
         scale = self._loss_scale(state)
         # The norm of the scaled gradients is computed and then divided, so it also detects an
         # overflow without a second pass.
@@ -297,9 +293,9 @@ class DevicePrograms:
         by_layer = self._layer_norms(state, grads) if self._norms_by_layer else {}
         clipped = clip_to(self._limit, norm, self._unscale(state, grads))
         grads = self._keep_loads(clipped, grads)
-        new_params, new_opt = self._updater.update(shard_kind, params, grads, opt_state)
+        new_params, new_opt = self.updater.update(shard_kind, params, grads, opt_state)
         new_params = layout.constrain(new_params)
-        new_opt = self._updater.constrain(new_opt)
+        new_opt = self.updater.constrain(new_opt)
         new_params = self._same_tied(new_params)
         metrics: UpdateMetrics = {"grad_norm": norm}
         if self._norms_by_layer:
@@ -327,28 +323,28 @@ class DevicePrograms:
 
     def _layer_norms(self, state: TrainState, grads: PyTree) -> dict[str, jax.Array]:
         """Compute norms by layer, from gradients still multiplied by the loss scale."""
-        paths = self._stage.params.trained_paths
-        found = layer_norms(paths, self._tied, self._sharding, self._shard_kind(), grads)
+        paths = self.stage.params.trained_paths
+        found = layer_norms(paths, self._tied, self.sharding, self._shard_kind(), grads)
         return {name: norm / self._loss_scale(state) for name, norm in found.items()}
 
     def _same_tied(self, trained: Storage) -> Storage:
         """Give all copies of tied parameters the values of one stage."""
         # Two programs may round equal sums differently.
-        return broadcast_tied(self._tied, self._sharding.trained, self._shard_kind(), trained)
+        return broadcast_tied(self._tied, self.sharding.trained, self._shard_kind(), trained)
 
     def _without_frozen(self, stage: jax.Array, grads: Storage) -> Storage:
         """Zero the gradients of trunk parameters that this stage has frozen."""
         # Another stage trains the parameters in the same slots.
         zeroed = {
             name: jnp.where(jnp.asarray(is_frozen)[stage], 0, grads.stacked[name])
-            for name, is_frozen in self._stage.params.partly_frozen.items()
+            for name, is_frozen in self.stage.params.partly_frozen.items()
         }
         return Storage(grads.packed, {**grads.stacked, **zeroed})
 
     def _keep_loads(self, changed: Storage, grads: Storage) -> Storage:
         """Restore the loads, which no factor may change, in a shard of changed gradients."""
-        layout = self._sharding.trained.shards
-        loads = self._stage.params.load_biases
+        layout = self.sharding.trained.shards
+        loads = self.stage.params.load_biases
         stacked = {n: g if n in loads else changed.stacked[n] for n, g in grads.stacked.items()}
 
         def keep(kind: int, *buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:

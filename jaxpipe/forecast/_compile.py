@@ -169,7 +169,7 @@ def compile_step(label: str, counted_bytes: float, build: Any) -> CompiledStep:
     """Compile the step of the pipeline that `build` returns, and read its memory."""
     start = time.perf_counter()
     pipeline = build()
-    lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+    lowered = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct)
     is_gpu = pipeline.mesh.devices.flat[0].platform in ("gpu", "cuda")
     # A program from JAX's cache on disk would leave no dump, and needs the devices to be read.
     with tempfile.TemporaryDirectory(prefix="jaxpipe-") as folder, without_cache():

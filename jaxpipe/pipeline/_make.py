@@ -92,11 +92,9 @@ def make_pipeline(
     entry_struct(example_batch, sizes.train_micro_batch_size_per_gpu, num_batch_shards(mesh))
     num_microbatches = sizes.gradient_accumulation_steps
     recompute = settings_for(config, mesh)
-    pipeline = Pipeline(
+    return Pipeline(
         model, chosen.transformation, mesh, example_batch, num_microbatches, config, recompute
     )
-    pipeline.check_recompute()
-    return pipeline
 
 
 class Prepared(NamedTuple):

@@ -63,18 +63,25 @@ def layer_profiles(
     """
     trace = pipeline.trace
     module = pipeline.module
-    times = pipeline.num_microbatches * pipeline.num_replicas
+    times = pipeline.batches.num_microbatches * pipeline.batches.num_replicas
     # The loss of vocabulary-parallel layers has collectives, and can be traced only inside the
     # executor.
-    has_loss = module.loss_fn is not None and not pipeline.ends.layers
+    has_loss = module.loss_fn is not None and not pipeline.stage.ends.layers
     counted = {
         first: num_flops(program_kernels(trace.programs[first])) for first in set(trace.firsts)
     }
-    parts = list(zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False))
+    parts = list(
+        zip(
+            pipeline.plan.parts,
+            pipeline.plan.parts[1:],
+            pipeline.plan.program.placement.stages,
+            strict=False,
+        )
+    )
     busy_s = _busy_s(pipeline, operations, devices or {})
     found: list[LayerProfile] = []
     for index, named in enumerate(module.layers):
-        on_all = index in pipeline.ends.layers
+        on_all = index in pipeline.stage.ends.layers
         stage = (
             None if on_all else next(stage for start, stop, stage in parts if start <= index < stop)
         )
@@ -88,7 +95,14 @@ def layer_profiles(
         forward = _loss_flops(pipeline)
         flops = (1 + _BACKWARD_PRODUCTS) * forward * times
         found.append(
-            LayerProfile("loss", pipeline.part_stages[-1], 0, forward, flops, busy_s.get("loss"))
+            LayerProfile(
+                "loss",
+                pipeline.plan.program.placement.stages[-1],
+                0,
+                forward,
+                flops,
+                busy_s.get("loss"),
+            )
         )
     return found
 
@@ -98,7 +112,7 @@ def _loss_flops(pipeline: Pipeline) -> int:
         traced = jax.make_jaxpr(lambda *args: pipeline.module.loss_terms(*args)[0])
         return num_flops(
             program_kernels(
-                traced(pipeline.trace.boundaries[-1], pipeline.microbatch_struct.labels)
+                traced(pipeline.trace.boundaries[-1], pipeline.batches.microbatch.labels)
             )
         )
 
@@ -177,9 +191,16 @@ def _busy_s(
 ) -> dict[str, float]:
     """Return the seconds of each layer, and of the loss, on the device of its stage."""
     found: dict[str, float] = {}
-    parts = list(zip(pipeline.parts, pipeline.parts[1:], pipeline.part_stages, strict=False))
+    parts = list(
+        zip(
+            pipeline.plan.parts,
+            pipeline.plan.parts[1:],
+            pipeline.plan.program.placement.stages,
+            strict=False,
+        )
+    )
     names = [named.name for named in pipeline.module.layers]
-    everywhere = {names[i] for i in pipeline.ends.layers}
+    everywhere = {names[i] for i in pipeline.stage.ends.layers}
     for stage, device in devices.items():
         own = {
             names[i] for start, stop, at in parts if at == stage for i in range(start, stop)
@@ -210,12 +231,12 @@ def _si(number: float) -> str:
 
 def memory_line(pipeline: Pipeline, compiled: jax.stages.Compiled) -> str:
     """Describe the contents of one device's memory in a step in one line."""
-    struct = pipeline.state_struct
+    struct = pipeline.states.struct
     sizes = {
         "parameters": struct.params,
         "optimiser state": struct.opt_state,
         "collections": struct.collections,
-        "batch": pipeline.batch_struct,
+        "batch": pipeline.batches.struct,
     }
     parts = [f"{name} {_si(device_bytes(tree))}B" for name, tree in sizes.items()]
     analysis = compiled.memory_analysis()

@@ -45,6 +45,6 @@ def _depends_on_the_seed(job: Job) -> bool:
 
 def _step(job: Job, pipeline: Pipeline, seed: int) -> dict[str, Any]:
     state = pipeline.init(jax.random.key(seed))
-    state, metrics = pipeline.step(state, pipeline.place_batch(job.batch_in(OWN, 0)))
+    state, metrics = pipeline.step(state, pipeline.batches.place(job.batch_in(OWN, 0)))
     params = named("params", pipeline.params_tree(state.params))
     return {"loss": np.asarray(jax.device_get(metrics["loss"])), **params}

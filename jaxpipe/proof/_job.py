@@ -216,7 +216,7 @@ class Job:
         first = None if is_first else self.pipeline(OWN)
         config = self.config_in(precision)
         if first is not None:
-            config = dataclasses.replace(config, pipeline=first.config.pipeline)
+            config = dataclasses.replace(config, pipeline=first.plan.config.pipeline)
         entry = self.batch_in(precision, 0)
         entry = jax.tree.map(lambda x: x[0], entry) if example is None else example
         pipeline = Pipeline(
@@ -227,7 +227,7 @@ class Job:
             self.num_microbatches,
             config,
             settings_for(config, self.mesh),
-            None if first is None else first.parts,
+            None if first is None else first.plan.parts,
         )
         if is_own:
             self._pipelines[precision.name] = pipeline

@@ -75,13 +75,13 @@ def _tapped_differences(job: Job, precision: Precision) -> list[str]:
     """Return the layers whose outputs in training differ, in order."""
     module = job.module_in(precision)
     # Layers that all stages run together must not report.
-    ends = job.pipeline(precision).ends.layers
+    ends = job.pipeline(precision).stage.ends.layers
     taps = [named for named in module.layers if named.index not in ends]
     tapped = wrapped_module(module, lambda i, layer: layer if i in ends else _Tapped(layer, _TAP))
     batch = job.batch_in(precision, 0)
     start = job.start(precision)
     pipeline = job.pipeline(precision, module=tapped)
-    state = pipeline.init_from(start.params, start.collections)
+    state = pipeline.states.init_from(start.params, start.collections)
     metrics, _, _ = jax.device_get(pipeline.gradients(state, batch))
     found = metrics.get("metrics", {})
     reports = Plain(tapped, job.num_replicas).gradients(start, batch, 0).reports
@@ -160,11 +160,12 @@ def _microbatch(job: Job, precision: Precision) -> int | None:
 
 def _with_tick(pipeline: Pipeline, found: Located, layer: str) -> Located:
     """Add the tick of the action of the located microbatch on the located layer."""
-    program = pipeline.program
+    program = pipeline.plan.program
     names = [named.name for named in pipeline.module.layers]
     index = names.index(layer)
     part = next(
-        (i for i, stop in enumerate(pipeline.parts[1:]) if index < stop), len(pipeline.parts) - 2
+        (i for i, stop in enumerate(pipeline.plan.parts[1:]) if index < stop),
+        len(pipeline.plan.parts) - 2,
     )
     actions = program.tables.forward if found.is_forward else program.tables.backward
     for stage, virtual in enumerate(program.placement.virtual):

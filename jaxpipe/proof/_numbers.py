@@ -111,7 +111,7 @@ def compare_gradients(
     example = jax.tree.map(lambda x: x[0], with_shares(np.ones(job.num_microbatches)))
     start = job.start(precision)
     pipeline = job.pipeline(precision, module=module, example=example)
-    state = pipeline.init_from(start.params, start.collections)
+    state = pipeline.states.init_from(start.params, start.collections)
     trained = job.optimizer.trained
     program = Plain(module, job.num_replicas)
     scale = job.loss_scale(precision)
@@ -162,8 +162,8 @@ def nan_stays(job: Job) -> Iterator[Any]:
     batch = batch._replace(inputs=jax.tree.map(spoiled, batch.inputs))
     pipeline = job.pipeline(OWN)
     start = job.start(OWN)
-    state = pipeline.init_from(start.params, start.collections)
-    metrics, outputs = jax.device_get(pipeline.evaluate_and_predict(state, batch))
+    state = pipeline.states.init_from(start.params, start.collections)
+    metrics, outputs = jax.device_get(pipeline.programs.evaluate_and_predict(state, batch))
     wanted = job.plain(OWN).evaluate(start, batch)
     for m in range(job.num_microbatches):
         found = jax.tree.map(lambda x, m=m: x[m], outputs)
@@ -264,9 +264,9 @@ def run_pipeline(job: Job, precision: Precision) -> dict[str, Any]:
     pipeline = job.pipeline(precision)
     start = job.start(precision)
     values: dict[str, Any] = {}
-    state = pipeline.init_from(start.params, start.collections)
+    state = pipeline.states.init_from(start.params, start.collections)
     metrics, outputs = jax.device_get(
-        pipeline.evaluate_and_predict(state, job.batch_in(precision, 0))
+        pipeline.programs.evaluate_and_predict(state, job.batch_in(precision, 0))
     )
     values["evaluation/loss"] = metrics["loss"]
     each = [jax.tree.map(lambda x, m=m: x[m], outputs) for m in range(job.num_microbatches)]
@@ -279,7 +279,7 @@ def run_pipeline(job: Job, precision: Precision) -> dict[str, Any]:
 
 def _named_reports(pipeline: Pipeline, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reports of a pipeline by the names of the plain program's."""
-    of_loss = set(pipeline.loss_metrics)
+    of_loss = set(pipeline.programs.loss_metrics)
     found = {f"losses/{name}": x for name, x in metrics.get("losses", {}).items()}
     for name, x in metrics.get("metrics", {}).items():
         found[f"{'loss_fn' if name in of_loss else 'metrics'}/{name}"] = x
@@ -290,19 +290,19 @@ def run_steps(job: Job, precision: Precision) -> dict[str, Any]:
     """Train for a few steps; returns the first loss, and how parameters and others have moved."""
     pipeline = job.pipeline(precision)
     start = job.start(precision)
-    state = pipeline.init_from(start.params, start.collections)
+    state = pipeline.states.init_from(start.params, start.collections)
     values: dict[str, Any] = {}
     for step, scale in enumerate(job.scales(precision)):
         state = _with_scale(state, scale)
-        state, metrics = pipeline.step(state, pipeline.place_batch(job.batch_in(precision, step)))
+        state, metrics = pipeline.step(state, pipeline.batches.place(job.batch_in(precision, step)))
         values.setdefault("loss", jax.device_get(metrics["loss"]))
         if job.loss_scale(precision):
             values[f"{_EXACT}/after step {step}"] = jax.device_get(state.loss_scale.scale)
     values |= _updates("update", pipeline.params_tree(state.params), start.params)
     if job.config.ema is not None:
-        average = pipeline.params_tree(pipeline.with_params(state, "ema").params)
+        average = pipeline.params_tree(pipeline.states.with_params(state, "ema").params)
         values |= _updates("average", job.optimizer.trained(average), start.params)
-    return values | named("collection", pipeline.collections_tree(state.collections))
+    return values | named("collection", pipeline.states.collections_tree(state.collections))
 
 
 def _with_scale(state: TrainState, scale: float | None) -> TrainState:
@@ -332,7 +332,7 @@ def shakes_of(job: Job, pipeline: Pipeline) -> list[Shake]:
 def arithmetic_in(pipeline: Pipeline) -> Arithmetic:
     """Read the arithmetic of the layers, and of a loss that rounds to less than float32."""
     outputs = pipeline.trace.boundaries[-1]
-    labels = pipeline.microbatch_struct.labels
+    labels = pipeline.batches.microbatch.labels
     loss = jax.make_jaxpr(lambda y, t: pipeline.module.loss_terms(y, t).total)(outputs, labels)
     programs = [*pipeline.trace.programs]
     if arithmetic_of([loss]).unit > FLOAT32:

@@ -264,7 +264,7 @@ def _layers(job: Job) -> Iterator[Any]:
 
 def _schedule(job: Job) -> Iterator[Any]:
     with job.finest.enabled():
-        program = job.pipeline(job.finest).program
+        program = job.pipeline(job.finest).plan.program
     SymbolicRun(program).run()
     require_in_flight(program)
     yield {"ticks": program.num_ticks, "in flight": program.peak_in_flight}

@@ -61,7 +61,7 @@ def _other_stages(job: Job) -> list[int]:
     own = job.module.num_stages
     room = jax.device_count() * own // job.num_devices
     # Every chunk of a stage needs a layer.
-    chunks = (len(job.pipeline(OWN).parts) - 1) // own
+    chunks = (len(job.pipeline(OWN).plan.parts) - 1) // own
     most = min(len(job.module.layers) // chunks, room)
     fewer = fewer_stages(own)
     return [*fewer[:1], 2 * own] if 2 * own <= most else fewer

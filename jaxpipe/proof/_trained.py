@@ -48,7 +48,7 @@ def made_engine(
         gradient_accumulation_steps=job.num_microbatches,
     )
     if stages == module.num_stages:
-        config = dataclasses.replace(config, pipeline=job.pipeline(precision).config.pipeline)
+        config = dataclasses.replace(config, pipeline=job.pipeline(precision).plan.config.pipeline)
     else:
         module = module.replace(topology=topology, partition_method="parameters")
         # Boundaries and a number of stages in the configuration are those of the job.

@@ -203,16 +203,16 @@ def test_rings_hold_no_weights(model: str, scan_trunk: bool, interval: int) -> N
         model=model, stages=2, interval=interval, scan_trunk=scan_trunk, cut="trunk"
     ).pipeline()
     weights = {(DIM, DIM), (DIM, 12), (12, DIM), (12,), (DIM,)}
-    for leaf in jax.tree.leaves(pipeline._stages.residuals):
+    for leaf in jax.tree.leaves(pipeline.stage.residuals):
         assert tuple(leaf.shape) not in weights
         assert leaf.shape[:1] != (BLOCKS // 2,) or tuple(leaf.shape[1:]) not in weights
-    bits = {f"{leaf.dtype}" for leaf in jax.tree.leaves(pipeline._stages.residuals)}
+    bits = {f"{leaf.dtype}" for leaf in jax.tree.leaves(pipeline.stage.residuals)}
     assert not any(dtype.startswith("key") for dtype in bits)
 
 
 def test_recompute_shrinks_what_is_kept() -> None:
     def residual_bytes(interval: int) -> int:
-        stages = Case(stages=2, interval=interval, cut="trunk").pipeline()._stages
+        stages = Case(stages=2, interval=interval, cut="trunk").pipeline().stage
         return sum(
             leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stages.trunk.residuals)
         )

@@ -24,7 +24,7 @@ def leaves(engine: PipelineEngine) -> Leaves:
         return read_leaf(leaf, lambda name, row: arrays[name][row].reshape(-1))
 
     found = {}
-    for key, leaf in engine.pipeline.catalog.items():
+    for key, leaf in engine.pipeline.states.catalog.items():
         found[key], *others = (
             read(Leaf(leaf.shape, leaf.dtype, leaf.grid, (copy,))) for copy in leaf.copies
         )

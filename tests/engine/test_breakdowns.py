@@ -178,7 +178,7 @@ def test_what_notebooks_show() -> None:
         ["1", "2", "3_Block", "76"],
         ["0", "3", "4_Block, 5_Dense", "81"],
     ]
-    assert draw(engine.pipeline.program).svg() in shown
+    assert draw(engine.pipeline.plan.program).svg() in shown
     assert not engine._trainer.has_state
 
 

@@ -68,7 +68,7 @@ class PlainLoop:
         self.params = self.model.init(jax.random.key(0), batch(0, make)[0][0])
         self.optimizer = optimizer
         pipeline = make_pipeline(make(1, 1), optimizer, sizes(1), None, batch(0, make)[0])
-        self._trained = flatten_dict(pipeline.opt_state_struct[0].mu).keys()
+        self._trained = flatten_dict(pipeline.states.opt_state_struct[0].mu).keys()
         self.state = optimizer.init(self._part(self.params))
         self._differentiate = jax.jit(jax.value_and_grad(self._loss))
 

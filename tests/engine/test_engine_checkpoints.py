@@ -83,7 +83,7 @@ def test_in_another_layout_before_the_first_batch(
     assert_same(found.leaves, run.late.leaves)
     assert found.scalars == run.late.scalars
     assert found.rates == run.late.rates
-    assert jax.tree.leaves(engine.pipeline.batch_struct)[0].shape[:2] == (2, 3 * data)
+    assert jax.tree.leaves(engine.pipeline.batches.struct)[0].shape[:2] == (2, 3 * data)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_shapes_of_a_structured_batch(tmp_path: Path) -> None:
     first, second = engine(example_batch=example), engine()
     first.save_checkpoint(tmp_path)
     second.load_checkpoint(tmp_path)
-    structs = first.pipeline.batch_struct, second.pipeline.batch_struct
+    structs = first.pipeline.batches.struct, second.pipeline.batches.struct
     assert jax.tree.structure(structs[0]) == jax.tree.structure(structs[1])
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(struct)] for struct in structs]
     assert shapes[0] == shapes[1]

@@ -34,7 +34,7 @@ def test_a_pipeline_traces_with_it() -> None:
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, **PROFILED}
     model = module()
     pipeline = jaxpipe.make_pipeline(model, None, config, jaxpipe.mesh_for(model), entry())
-    lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+    lowered = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct)
     assert "checkpoint/run" in lowered.as_text(debug_info=True)
     assert current_settings() == RecomputeSettings()
 

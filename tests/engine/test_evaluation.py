@@ -138,7 +138,7 @@ def test_predicting_before_anything_else() -> None:
     assert engine.global_steps == 0
     loss = engine.train_batch(entries())
     assert np.isfinite(float(loss))
-    assert engine.pipeline.num_microbatches == MICROBATCHES
+    assert engine.pipeline.batches.num_microbatches == MICROBATCHES
     fresh = build()
     assert float(fresh.train_batch(entries())) == float(loss)
 

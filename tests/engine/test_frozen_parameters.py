@@ -97,7 +97,7 @@ def test_a_step_needs_less_memory() -> None:
         x = jax.ShapeDtypeStruct((2, wide), jnp.float32)
         pipeline = build(model, example_batch=(x, x)).pipeline
         memory = (
-            pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+            pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct)
             .compile()
             .memory_analysis()
         )

@@ -175,7 +175,7 @@ def test_a_model_axis_is_refused_or_runs() -> None:
 def test_shapes_are_known_with_an_example_only() -> None:
     example = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, entry()))
     engine, *_ = initialize(example_batch=example)
-    assert engine.pipeline.num_microbatches == 2
+    assert engine.pipeline.batches.num_microbatches == 2
     assert list(engine.module.parts) == [0, 1, 2]
     blind, *_ = initialize()
     match = r"must know the shapes of a batch.*Give initialize\(example_batch=.*or training_data="
@@ -185,7 +185,7 @@ def test_shapes_are_known_with_an_example_only() -> None:
     with pytest.raises(PipelineError, match=match):
         blind.load_module_state_dict({})
     blind.train_batch(iter([entry()] * 2))
-    assert blind.pipeline.num_microbatches == 2
+    assert blind.pipeline.batches.num_microbatches == 2
 
 
 def test_initial_parameters() -> None:

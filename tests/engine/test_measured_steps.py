@@ -60,7 +60,7 @@ def test_a_measured_step_has_the_actions_of_the_schedule(
         Counter((event["tid"], event["cat"]) for event in events(path, process))
         for process in (1, 2)
     ]
-    planned = timeline(engine.pipeline.program, 1.0, 2.0)
+    planned = timeline(engine.pipeline.plan.program, 1.0, 2.0)
     assert counts == [Counter((one.stage, one.kind) for one in planned)] * 2
     assert float(engine.train_batch(entries(1, count=4))) == losses[1]
 
@@ -104,7 +104,7 @@ def test_the_bubble_of_sleeping_layers(schedule: str, tmp_path: Path) -> None:
     span_s = max(event["ts"] + event["dur"] for event in found) / 1e6
     idle = 1 - sum(event["dur"] for event in found) / 1e6 / (stages * span_s)
     assert idle == pytest.approx(
-        bubble_fraction(engine.pipeline.program, SLEEP_S, 2 * SLEEP_S), abs=0.02
+        bubble_fraction(engine.pipeline.plan.program, SLEEP_S, 2 * SLEEP_S), abs=0.02
     )
 
 

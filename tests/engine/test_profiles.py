@@ -33,7 +33,7 @@ NAMES = {"0_Dense", "1_Block", "2_Block", "3_Block", "4_Block", "5_Dense"}
 
 def hlo(engine: Any) -> str:
     return (
-        engine.pipeline.step.lower(engine.pipeline.state_struct, engine.pipeline.batch_struct)
+        engine.pipeline.step.lower(engine.pipeline.states.struct, engine.pipeline.batches.struct)
         .compile()
         .as_text()
     )

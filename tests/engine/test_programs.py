@@ -64,7 +64,7 @@ def test_products_have_the_precision_of_each_call() -> None:
         engine.train_batch(entries(0, 3))
         pipeline = engine.pipeline
         assert pipeline is not None
-        lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).as_text()
+        lowered = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).as_text()
         return {
             line.partition("precision = ")[2][:17]
             for line in lowered.splitlines()
@@ -151,10 +151,10 @@ def test_a_schedule_is_chosen_for_training_whatever_comes_first(
     monkeypatch.setattr("jaxpipe.planner._make.candidates", choose)
     engine = build(config={"pipeline": {"schedule": "auto"}, "gradient_accumulation_steps": 3})
     engine.predict(entry(0, 3)[0])
-    assert engine.pipeline.num_microbatches == 1
+    assert engine.pipeline.batches.num_microbatches == 1
     engine.train_batch(entries(0, 3, count=3))
-    assert (planned, engine.pipeline.num_microbatches) == ([3], 3)
-    assert engine.pipeline.schedule.__name__ == "GPipeSchedule"
+    assert (planned, engine.pipeline.batches.num_microbatches) == ([3], 3)
+    assert engine.pipeline.plan.schedule.__name__ == "GPipeSchedule"
 
 
 def test_what_was_chosen_for_refused_shapes_is_forgotten_too(
@@ -175,7 +175,7 @@ def test_what_was_chosen_for_refused_shapes_is_forgotten_too(
     for length in (3, 5):
         engine._trainer.programs.forget()
         engine._trainer.build_for(entry(0, length))
-        names.append(engine.pipeline.schedule.__name__)
+        names.append(engine.pipeline.plan.schedule.__name__)
     assert names == ["GPipeSchedule", "OneFOneBSchedule"]
 
 
@@ -226,4 +226,4 @@ def test_the_size_of_a_batch_can_change() -> None:
     assert np.isfinite(float(engine.train_batch(iterator)))
     assert len(list(iterator)) == 1
     assert engine.global_samples == 12
-    assert engine.pipeline.num_microbatches == 3
+    assert engine.pipeline.batches.num_microbatches == 3

@@ -59,8 +59,8 @@ def test_a_pipeline_without_an_engine() -> None:
     config = {**CONFIG, "optimizer": ADAM, "gradient_clipping": 0.5, "fp16": {"enabled": True}}
     pipeline = jaxpipe.make_pipeline(model, None, config, mesh, entry())
     assert pipeline.module.compute_dtype == np.float16
-    assert pipeline.config.gradient_clipping == 0.5
-    assert pipeline.state_struct.loss_scale.scale.shape == ()
+    assert pipeline.plan.config.gradient_clipping == 0.5
+    assert pipeline.states.struct.loss_scale.scale.shape == ()
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_the_configuration_reaches_the_pipeline() -> None:
         },
     }
     pipeline = jaxpipe.make_pipeline(module(), optax.sgd(0.1), config, None, entry())
-    assert pipeline.config == jaxpipe.config.load_config(config)
-    assert pipeline.schedule is jaxpipe.schedules.GPipeSchedule
+    assert pipeline.plan.config == jaxpipe.config.load_config(config)
+    assert pipeline.plan.schedule is jaxpipe.schedules.GPipeSchedule
     assert not pipeline.plan.idle.skips
-    assert pipeline.loss_scaler is None
+    assert pipeline.states.struct.loss_scale == ()
     engine, *_ = initialize(config=config)
     model = engine.module
     assert (model.seed_layers, model.activation_checkpoint_interval, model.partition_method) == (

@@ -89,7 +89,7 @@ def steps(folder: Path) -> dict[str, float]:
     state, metrics = pipeline.step(state, batch)
     params = pipeline.module.init(jax.random.key(1), FIRST[0])
     outputs = pipeline.module.apply(params, FIRST[0])
-    state, after = pipeline.step(pipeline.replace_params(state, params), batch)
+    state, after = pipeline.step(pipeline.states.replace(state, params=params), batch)
     found = {"first": metrics["loss"], "after": after["loss"], "plain": np.asarray(outputs).sum()}
     return {name: float(value) for name, value in found.items()}
 

@@ -62,7 +62,7 @@ def _is_key(x: jax.Array) -> bool:
 def test_a_stage_has_the_products_of_the_pipeline_and_no_collectives(job: Job) -> None:
     one = OneStage(job, HARDWARE["h100"])
     alone = one.step.lower(*one.structs).as_text()
-    structs = one.pipeline.state_struct, one.pipeline.batch_struct
+    structs = one.pipeline.states.struct, one.pipeline.batches.struct
     whole = str(jax.make_jaxpr(one.pipeline.step)(*structs))
     assert "collective" not in alone
     assert "all_reduce" not in alone

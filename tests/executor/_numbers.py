@@ -131,7 +131,7 @@ class Numbers:
             3,
             make_settings(**settings),
         )
-        self.stage: Stage = self.pipeline._stages
+        self.stage: Stage = self.pipeline.stage
         stage, key = self.stage, jax.eval_shape(lambda: jax.random.key(0))
         self.blueprint = Blueprint(
             self.pipeline.module,

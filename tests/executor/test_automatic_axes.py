@@ -98,7 +98,7 @@ def test_a_mesh_may_have_the_axis_without_a_topology() -> None:
 def test_outputs_that_are_split_are_predicted_whole() -> None:
     pipeline = make_pipeline("linen", 1, 2, 1, SGD)
     inputs, _, _ = batch = make_batch()
-    outputs = pipeline.predict(pipeline.init(), batch)
+    outputs = pipeline.programs.predict(pipeline.init(), batch)
     assert outputs.shape == (*inputs.shape, VOCAB)
     assert {shard.data.shape for shard in outputs.addressable_shards} == {outputs.shape}
 
@@ -130,7 +130,7 @@ def test_each_place_holds_its_share_alone(zero: int) -> None:
 def test_state_is_divided_as_its_parameter_is_where_it_has_its_shape(
     optimizer: optax.GradientTransformation, copies: int
 ) -> None:
-    struct = make_pipeline("linen", 2, 2, 2, optimizer).state_struct
+    struct = make_pipeline("linen", 2, 2, 2, optimizer).states.struct
     # No two matrices of one shape are divided differently.
     matrices = [x for x in jax.tree.leaves(struct.params) if x.ndim == 3]
     specs = {x.shape: x.sharding.spec for x in matrices}
@@ -156,7 +156,7 @@ def test_a_value_between_layers_is_divided_as_the_layer_says_or_by_samples() -> 
 @pytest.mark.slow
 def test_hyperparameters_are_set_where_the_state_lies() -> None:
     pipeline = make_pipeline("linen", 2, 2, 2, optax.inject_hyperparams(optax.adam)(0.1))
-    hyperparams, batch = pipeline.hyperparams({}), make_batch(data=2)
+    hyperparams, batch = pipeline.states.hyperparams({}), make_batch(data=2)
     state, _ = pipeline.step(pipeline.init(), batch)
     placed = jax.tree.map(lambda x: x.sharding, state.opt_state)
     state = dataclasses.replace(
@@ -178,7 +178,7 @@ def program(make_layer: Callable[[], Any]) -> str:
     pipeline = Pipeline(
         module, optax.adam(0.1), make_pipeline_mesh(topology), (inputs[0], labels[0]), len(inputs)
     )
-    return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).as_text()
+    return pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).as_text()
 
 
 def test_metadata_changes_nothing_where_there_is_no_axis() -> None:

@@ -41,7 +41,7 @@ class Alone:
     def __init__(self, case: Case) -> None:
         pipeline = case.pipeline()
         self.module: PipelineModule = pipeline.module
-        self.stage: Stage = pipeline._stages
+        self.stage: Stage = pipeline.stage
         self.batch = jax.tree.map(lambda x: jnp.asarray(x[0]), case.batch())
         self.rows = jax.tree.map(jnp.asarray, jax.device_get(pipeline.init().params))
 

@@ -49,8 +49,8 @@ def make_loop(schedule: str, *, skip_idle: bool) -> TickLoop:
     }
     mesh = jaxpipe.mesh_for(model)
     pipeline = jaxpipe.make_pipeline(model, optax.sgd(0.1), config, mesh, (X, X))
-    program = with_idle(pipeline.program, IdlePolicy(skips=skip_idle))
-    return TickLoop(pipeline._stages, program, sends_early=not skip_idle)
+    program = with_idle(pipeline.plan.program, IdlePolicy(skips=skip_idle))
+    return TickLoop(pipeline.stage, program, sends_early=not skip_idle)
 
 
 @dataclass(frozen=True)

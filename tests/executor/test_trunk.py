@@ -23,12 +23,12 @@ from _tolerances import assert_close, assert_loss
 def test_a_scan_changes_nothing(model: str, interval: int, scans: bool) -> None:
     case = Case(model=model, stages=2, interval=interval, scan_trunk=True, cut="trunk")
     pipeline, batch = case.pipeline(), case.batch()
-    assert len(pipeline.cuts[0].trunk) == 4
-    assert pipeline._stages.trunk._program._scan == scans
+    assert len(pipeline.stage.cuts[0].trunk) == 4
+    assert pipeline.stage.trunk._program._scan == scans
     metrics, gradients, collections = pipeline.gradients(pipeline.init(), batch)
     wanted = whole_reference(model, batch, case.microbatches, case.data)
     assert_loss(metrics["loss"], wanted.loss)
     assert_close(pipeline.params_tree(gradients), wanted.grads)
-    assert_close(pipeline.collections_tree(collections), wanted.collections)
+    assert_close(pipeline.states.collections_tree(collections), wanted.collections)
     reported = {kind: jax.device_get(metrics.get(kind, {})) for kind in ("losses", "metrics")}
     assert_close(reported, wanted.aux)

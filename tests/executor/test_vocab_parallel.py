@@ -48,7 +48,7 @@ class Ends:
     def __init__(self, model: str) -> None:
         case = Case(model=model, stages=STAGES, cut="uniform")
         self.pipeline = case.pipeline()
-        self.stage, self.module = self.pipeline._stages, self.pipeline.module
+        self.stage, self.module = self.pipeline.stage, self.pipeline.module
         self.rows = self.pipeline.init().params
         self.batch = jax.tree.map(lambda x: jnp.asarray(x[0]), case.batch())
         whole = self.pipeline.params_tree(self.rows)["layers"]

@@ -64,8 +64,8 @@ def test_memory_is_that_of_the_pipeline(kv_heads: int) -> None:
     mesh = jaxpipe.mesh_for(model, jax.devices()[: 2 * STAGES])
     entry = TOKENS, TOKENS
     built = jaxpipe.make_pipeline(model, optax.adamw(1e-3), SETTINGS, mesh, entry)
-    assert divided.boundaries == built.parts
-    ring = built.residual_bytes[0] * built.program.residual_slots
+    assert divided.boundaries == built.plan.parts
+    ring = built.sizes.residual_bytes[0] * built.plan.program.residual_slots
     assert divided.memory.residuals == pytest.approx(ring, rel=0.05)
 
 
@@ -80,8 +80,8 @@ def test_compiled_temporaries_shrink_as_planned() -> None:
             lambda x: jax.ShapeDtypeStruct((1, 32 * LENGTH), x.dtype), (TOKENS, TOKENS)
         )
         built = jaxpipe.make_pipeline(model, optax.adamw(1e-3), SETTINGS, mesh, entry)
-        compiled = built.step.lower(built.state_struct, built.batch_struct).compile()
-        found.append((built.residual_bytes[0], compiled.memory_analysis().temp_size_in_bytes))
+        compiled = built.step.lower(built.states.struct, built.batches.struct).compile()
+        found.append((built.sizes.residual_bytes[0], compiled.memory_analysis().temp_size_in_bytes))
     residuals, compiled = (after / before for before, after in zip(*found, strict=True))
     assert 0.5 <= residuals < 0.58  # logarithms of sums are counted whole
     assert compiled == pytest.approx(residuals, abs=0.1)

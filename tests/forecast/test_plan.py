@@ -112,14 +112,14 @@ def test_memory_is_that_of_the_pipeline(
     devices = jax.devices()[: num_stages * replicas]
     mesh = jaxpipe.mesh_for(module, devices)
     built = jaxpipe.make_pipeline(module, optax.adamw(1e-3), settings, mesh, example(replicas))
-    state = built.state_struct
+    state = built.states.struct
     held = sum(
         np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves((state.params, state.opt_state))
     )
-    assert found.best.boundaries == built.parts
+    assert found.best.boundaries == built.plan.parts
     assert found.best.memory.masters == pytest.approx(held, rel=0.01)
-    ring = built.residual_bytes[0] * built.program.residual_slots
+    ring = built.sizes.residual_bytes[0] * built.plan.program.residual_slots
     # Layers are looked at one by one: what two of them share with a third counts twice.
     assert found.best.memory.residuals == pytest.approx(ring, rel=0.05, abs=1)
 
@@ -912,7 +912,7 @@ def test_weights_are_gathered_when_the_pipeline_gathers_them(schedule: str, chun
         settings = config(zero_optimization={"stage": 3}, pipeline=section)
         found = planned(2, config=settings, schedules=[schedule], num_chunks=[chunks])
         assert found.best is not None
-        decided = pipeline_of(found, model(), settings).config.pipeline.gather_weights
+        decided = pipeline_of(found, model(), settings).plan.config.pipeline.gather_weights
         held.setdefault(decided, set()).add(found.best.memory.weights)
     assert list(held) == ["step", "tick"]
     weights = [each for decided in held.values() for each in decided]
@@ -929,7 +929,7 @@ def test_residuals_are_those_of_the_pipeline(interval: int) -> None:
     found = planned(model=module, config=settings, recompute=[interval], partition=["best"])
     built = pipeline_of(found, module, settings)
     assert found.best is not None
-    wanted = built.residual_bytes[0] * built.program.residual_slots
+    wanted = built.sizes.residual_bytes[0] * built.plan.program.residual_slots
     assert found.best.memory.residuals == pytest.approx(wanted, rel=0.05)
 
 
@@ -980,8 +980,8 @@ def test_what_is_compiled_is_the_candidate_that_is_shown(monkeypatch: pytest.Mon
     }
     found = jaxpipe.plan(module, settings, (tokens, tokens), "h200:4", compiles=True, **options)
     (pipeline,), one = built, found.shown
-    assert pipeline.parts == one.boundaries
+    assert pipeline.plan.parts == one.boundaries
     assert pipeline.module.activation_checkpoint_interval == one.recompute == 1
-    assert pipeline.config.pipeline.max_pending_weights == one.max_pending == 2
-    assert pipeline.program.depth.pending == one.pending
-    assert list(pipeline.ends.layers) == [0, 9]
+    assert pipeline.plan.config.pipeline.max_pending_weights == one.max_pending == 2
+    assert pipeline.plan.program.depth.pending == one.pending
+    assert list(pipeline.stage.ends.layers) == [0, 9]

@@ -55,7 +55,7 @@ def build(
 
 def compile_step(pipeline: Pipeline, **options: Any) -> jax.stages.Compiled:
     with without_cache():
-        lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+        lowered = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct)
         return lowered.compile(compiler_options=options or None)
 
 

@@ -42,9 +42,9 @@ def memory(stages: int, data: int, zero_stage: int, interval: int) -> Any:
     pipeline = build(module, h200_mesh(stages, data), (x, x), zero_stage=zero_stage)
     compiled = compile_step(pipeline)
     kept = sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals)
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline.stage.residuals)
     )
-    return compiled.memory_analysis(), kept, pipeline.program.peak_in_flight
+    return compiled.memory_analysis(), kept, pipeline.plan.program.peak_in_flight
 
 
 def test_zero_holds_an_eighth_of_the_optimizer_state() -> None:

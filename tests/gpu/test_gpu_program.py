@@ -114,8 +114,8 @@ def test_the_trunk_is_straight_and_nothing_large_is_copied(data: int, hosts: int
     branches = [line for line in step.steady if line.op == "conditional"]
     assert len(branches) <= 3, "embedding, head and the embedding's backward"
     ring = {
-        (step.pipeline.program.residual_slots, *leaf.shape)
-        for leaf in jax.tree.leaves(step.pipeline._stages.residuals)
+        (step.pipeline.plan.program.residual_slots, *leaf.shape)
+        for leaf in jax.tree.leaves(step.pipeline.stage.residuals)
     }
     weights = {(DIM, 4 * DIM), (4 * DIM, DIM)}
     assert not step.program.copied(step.steady) & (ring | weights)
@@ -173,7 +173,7 @@ def split_vocabulary(hosts: int, **settings: Any) -> Step:
 )
 def test_between_hosts_all_that_a_split_vocabulary_exchanges_travels_under_products() -> None:
     step = split_vocabulary(2)
-    assert step.pipeline.program.delays_loss
+    assert step.pipeline.plan.program.delays_loss
     branches = [line for line in step.steady if line.op == "conditional"]
     assert not branches
     large = {
@@ -195,10 +195,12 @@ def large_sums(step: Step) -> set[str]:
 
 def test_inside_a_host_a_loss_runs_in_its_own_tick() -> None:
     step = split_vocabulary(1)
-    assert not step.pipeline.program.delays_loss
+    assert not step.pipeline.plan.program.delays_loss
     later = split_vocabulary(1, overlap_vocabulary=True)
-    assert later.pipeline.program.delays_loss
-    assert later.pipeline.program.residual_slots == step.pipeline.program.residual_slots + 1
+    assert later.pipeline.plan.program.delays_loss
+    assert (
+        later.pipeline.plan.program.residual_slots == step.pipeline.plan.program.residual_slots + 1
+    )
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
@@ -237,7 +239,7 @@ def wide_step(schedule: str) -> float:
     )
     x = jax.ShapeDtypeStruct((WIDTH // 4, WIDTH), jnp.bfloat16)
     pipeline = build(module, h200_mesh(4, 1), (x, x), 8, schedule=schedule)
-    program, chunks = Program(compile_step(pipeline).as_text()), pipeline.program.num_chunks
+    program, chunks = Program(compile_step(pipeline).as_text()), pipeline.plan.program.num_chunks
     # Sums of chunks are added to in loops, of which one in so many goes round.
     return chunks * max(program.bytes_moved(loop.body, 1 / chunks) for loop in program.loops())
 
@@ -313,8 +315,8 @@ def test_large_inputs_are_held_in_shares(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_waits_lies_in_host_memory() -> None:
     there, here = (language_model(offload_activations=wanted) for wanted in (True, False))
     kept = sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(here.pipeline._stages.residuals)
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(here.pipeline.stage.residuals)
     )
-    ring = kept * here.pipeline.program.residual_slots
+    ring = kept * here.pipeline.plan.program.residual_slots
     assert there.memory.host_temp_size_in_bytes >= 0.95 * ring
     assert here.memory.temp_size_in_bytes - there.memory.temp_size_in_bytes >= 0.7 * ring

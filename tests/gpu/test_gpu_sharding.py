@@ -103,7 +103,7 @@ def test_exchanges_carry_the_share_of_a_place(form: str, share: int) -> None:
 @pytest.mark.parametrize("form", ["whole", "sequence"])
 def test_nothing_is_whole_or_copied_in_a_tick(form: str) -> None:
     step = step_of(form)
-    shapes, slots = step.program.shapes(step.steady), step.pipeline.program.residual_slots
+    shapes, slots = step.program.shapes(step.steady), step.pipeline.plan.program.residual_slots
     split = {(DIM, HIDDEN // PLACES), (HIDDEN // PLACES, DIM)}
     assert split <= shapes
     assert not {(DIM, HIDDEN), (HIDDEN, DIM)} & shapes

@@ -140,7 +140,7 @@ def test_muon_in_every_layout(kind: str) -> None:
     )
     pipeline = jaxpipe.make_pipeline(module, None, settings, mesh, (tokens[0], tokens[0]))
     start = module.init(jax.random.key(0), tokens[0])
-    state, _ = pipeline.step(pipeline.init_from(start), (tokens, tokens))
+    state, _ = pipeline.step(pipeline.states.init_from(start), (tokens, tokens))
 
     def is_matrix(params: Any) -> Any:
         flat = flatten_dict(params)

@@ -152,7 +152,7 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs() -> None:
     adamw, mesh = optax.adamw(rate, weight_decay=decay, eps=eps), make_pipeline_mesh(topology)
     pipeline = Pipeline(module, adamw, mesh, (inputs[0], labels[0], {}), 4, make_settings())
     params = to_ours(model, module, config)
-    state, metrics = pipeline.step(pipeline.init_from(params), (inputs, labels, {}))
+    state, metrics = pipeline.step(pipeline.states.init_from(params), (inputs, labels, {}))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, eps=eps)
     logits = model(torch.tensor(inputs.reshape(16, LENGTH))).logits

@@ -124,7 +124,7 @@ def test_their_blocks_as_they_are_through_four_stages(tmp_path: Path) -> None:
     params = rename(rename_back(ours, llama_names(config)), names, like)
     adam, mesh = optax.adam(1e-3), make_pipeline_mesh(topology)
     pipeline = Pipeline(module, adam, mesh, (tokens[0], tokens[0], {}), 2, make_settings())
-    found = pipeline.predict(pipeline.init_from(params), (tokens, tokens, {}))
+    found = pipeline.programs.predict(pipeline.states.init_from(params), (tokens, tokens, {}))
     wanted = logits_of(tmp_path, tokens.reshape(-1, LENGTH))
     np.testing.assert_allclose(np.reshape(found, wanted.shape), wanted, rtol=1e-5, atol=1e-5)
 

@@ -212,7 +212,7 @@ def check_pipeline(
     )
     example, mesh = (x[0], labels[0]), make_pipeline_mesh(topology)
     made = Pipeline(module, optax.identity(), mesh, example, 2, make_settings(schedule))
-    metrics, gradients, _ = made.gradients(made.init_from(params), (x, labels))
+    metrics, gradients, _ = made.gradients(made.states.init_from(params), (x, labels))
     assert_loss(metrics["loss"], loss)
     assert_close(made.params_tree(gradients), wanted)
     loads = [value for name, value in metrics["metrics"].items() if name.endswith("max_load")]
@@ -251,7 +251,7 @@ def test_a_correction_bias_keeps_its_bits_and_follows_the_load_of_the_whole_batc
         settings = make_settings(router_bias_update_rate=rate)
         optimizer = optax.adamw(1e-2, weight_decay=0.5)
         made = Pipeline(module, optimizer, mesh, (x[0], labels[0]), 2, settings)
-        state, _ = made.step(made.init_from(params), (x, labels))
+        state, _ = made.step(made.states.init_from(params), (x, labels))
         after[rate] = made.params_tree(state.params)["layers"]
     assert all(
         (after[0.0][f"{i}_Experts"]["router"]["correction_bias"] == start).all() for i in (1, 2)

@@ -115,7 +115,7 @@ def test_gradients_are_those_of_each_text_alone(
     made = Pipeline(
         module, optax.identity(), mesh, example, MICROBATCHES, make_settings(**settings)
     )
-    metrics, gradients, _ = made.gradients(made.init_from(unflatten_dict(params)), batch)
+    metrics, gradients, _ = made.gradients(made.states.init_from(unflatten_dict(params)), batch)
     assert_loss(metrics["loss"], loss)
     assert metrics["weight"] == weight
     assert_close(made.params_tree(gradients), unflatten_dict(wanted))

@@ -394,7 +394,7 @@ def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> No
     adamw, mesh = optax.adamw(rate, weight_decay=decay, eps=eps), make_pipeline_mesh(topology)
     pipeline = Pipeline(module, adamw, mesh, (inputs[0], labels[0], {}), 4, make_settings())
     state, metrics = pipeline.step(
-        pipeline.init_from(to_ours(model, module, config)), (inputs, labels, {})
+        pipeline.states.init_from(to_ours(model, module, config)), (inputs, labels, {})
     )
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, eps=eps)

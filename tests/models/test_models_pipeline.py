@@ -96,7 +96,7 @@ def check(
     made = Pipeline(
         module, optax.identity(), mesh, example, MICROBATCHES, make_settings(**pipeline)
     )
-    metrics, gradients, _ = made.gradients(made.init_from(params), batch)
+    metrics, gradients, _ = made.gradients(made.states.init_from(params), batch)
     assert_loss(metrics["loss"], loss)
     assert_close(made.params_tree(gradients), wanted)
 

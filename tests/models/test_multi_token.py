@@ -115,7 +115,7 @@ def test_loss_and_gradients_are_those_of_the_plain_model(case: str) -> None:
     made = Pipeline(
         module, optax.identity(), mesh, example, MICROBATCHES, make_settings(**settings)
     )
-    metrics, found, _ = made.gradients(made.init_from(params), batch)
+    metrics, found, _ = made.gradients(made.states.init_from(params), batch)
     assert_loss(metrics["loss"], loss)
     assert_close(made.params_tree(found), gradients)
 

@@ -107,7 +107,7 @@ def test_smollm2_through_four_stages() -> None:
     batch = (tokens[:, :-1].reshape(4, 2, LENGTH), tokens[:, 1:].reshape(4, 2, LENGTH), {})
     example, mesh = jax.tree.map(lambda x: x[0], batch), make_pipeline_mesh(topology)
     pipeline = Pipeline(module, optax.sgd(0.02), mesh, example, 4, make_settings())
-    state = pipeline.init_from(params)
+    state = pipeline.states.init_from(params)
     losses: list[float] = []
     for _ in range(3):
         state, metrics = pipeline.step(state, batch)

@@ -74,9 +74,9 @@ def test_leafwise_optimisers_do_what_they_do_unpipelined(name: str) -> None:
     case = Case(stages=4, cut="trunk", optimizer=optimizer)
     pipeline, params = case.pipeline(), sequential("linen")[0]
     state, opt_state = pipeline.init(), optimizer.init(params)
-    updater, update = pipeline._updater, jax.jit(optimizer.update)
+    updater, update = pipeline.states._updater, jax.jit(optimizer.update)
     grads = cached_reference("linen", case.microbatches, case.data)[1]
-    stored = pipeline.init_from(grads).params
+    stored = pipeline.states.init_from(grads).params
 
     def one_stage(state: Any, grads: Any) -> Any:
         state, grads = jax.tree.map(lambda x: x[0], (state, grads))
@@ -218,7 +218,7 @@ def test_building_calls_the_optimiser_on_the_whole_and_on_each_group() -> None:
 
     optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     pipeline = Case(stages=4, cut="trunk", optimizer=optimizer).pipeline()
-    groups = pipeline._updater._groups
+    groups = pipeline.states._updater._groups
     assert len(set(groups["trunk"])) == 1
     parts = {frozenset(group.paths.values()) for each in groups.values() for group in each}
     assert len(seen) == len(jax.tree.leaves(sequential("linen")[0])) + sum(map(len, parts))

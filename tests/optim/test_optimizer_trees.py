@@ -154,9 +154,9 @@ def test_labels_by_layer_do_what_they_do_unpipelined(stages: int) -> None:
     optimizer = rates(optax.adam, by_layer)
     pipeline = build(optimizer, stages=stages)
     params = pipeline.module.init(jax.random.key(0), X[0])
-    state = pipeline.init_from(params)
+    state = pipeline.states.init_from(params)
     grads = jax.tree.map(jnp.ones_like, params)
-    state, _ = pipeline.update(state, pipeline.init_from(grads).params)
+    state, _ = pipeline.update(state, pipeline.states.init_from(grads).params)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     assert_close(
         pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates))
@@ -173,10 +173,10 @@ def test_optimizers_of_optax_are_refused_or_do_what_they_do_unpipelined(name: st
         assert re.search("optimizer must (update|treat a par)", str(error))  # noqa: PT017
         return
     params = pipeline.module.init(jax.random.key(0), X[0])
-    state, opt_state = pipeline.init_from(params), optimizer.init(params)
+    state, opt_state = pipeline.states.init_from(params), optimizer.init(params)
     for _ in range(3):
         grads = jax.tree.map(lambda x: jnp.cos(x + 1), params)
-        state, _ = pipeline.update(state, pipeline.init_from(grads).params)
+        state, _ = pipeline.update(state, pipeline.states.init_from(grads).params)
         updates, opt_state = jax.jit(optimizer.update)(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
     assert_close(pipeline.params_tree(state.params), jax.device_get(params))
@@ -200,8 +200,8 @@ def test_what_looks_at_shapes_does_so_on_whole_leaves(name: str) -> None:
     pipeline = build(optimizer, replicas=2, zero_stage=1)
     params = pipeline.module.init(jax.random.key(0), X[0])
     grads = jax.tree.map(lambda x: jnp.cos(x + 1), params)
-    stored = pipeline.init_from(grads).params
-    state, _ = pipeline.update(pipeline.init_from(params), stored)
+    stored = pipeline.states.init_from(grads).params
+    state, _ = pipeline.update(pipeline.states.init_from(params), stored)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     assert_close(
         pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates))
@@ -241,7 +241,7 @@ def test_one_call_for_all_parameters_is_no_coupling() -> None:
 
 def test_a_saved_state_is_that_of_the_parameters() -> None:
     pipeline = build(optax.apply_if_finite(optax.sgd(0.1), 3), stages=1)
-    copies = pipeline.catalog["opt_state/total_notfinite"].copies
+    copies = pipeline.states.catalog["opt_state/total_notfinite"].copies
     assert [copy[0].array.startswith("opt_state/own/") for copy in copies] == [True]
 
 
@@ -347,7 +347,10 @@ def test_gradients_of_narrow_parameters_are_summed_in_float32() -> None:
         LayerSpec(nn.Dense, 4),
     ]
     pipeline = build(optax.sgd(0.1), layers)
-    summed, kept = pipeline._sharding.grad_accum.gathered, pipeline._sharding.master.gathered
+    summed, kept = (
+        pipeline.states._sharding.grad_accum.gathered,
+        pipeline.states._sharding.master.gathered,
+    )
     assert {x.dtype.name for x in jax.tree.leaves(summed.struct())} == {"float32"}
     assert {x.dtype.name for x in jax.tree.leaves(kept.struct())} == {"float32", "bfloat16"}
     assert np.isfinite(step(pipeline)["grad_norm"])

@@ -149,7 +149,7 @@ def test_complex_numbers_inside_layers(schedule: str, interval: int, scan_trunk:
 def test_the_gradient_of_a_complex_matrix_waits_for_the_second_half() -> None:
     segment = pipeline_of(
         module_of("complex", partition_method=[0, 3, 6]), "zero-bubble"
-    )._stages.trunk._program
+    ).stage.trunk._program
     split = segment.split
     assert split is not None
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(segment.struct)]

@@ -113,14 +113,14 @@ def test_loss_and_every_gradient(monkeypatch: pytest.MonkeyPatch, case: Case, po
 
     monkeypatch.setattr(_pipeline, "make_plan", make_plan)
     pipeline = dataclasses.replace(case, skip_idle=policy != "masked").pipeline()
-    first, *_, last = [*pipeline.program.runs, *pipeline.program.runs]
+    first, *_, last = [*pipeline.plan.program.runs, *pipeline.plan.program.runs]
     assert (first.start, first.stop, last.stop - last.start) == (0, 1, 1)
     state, batch = pipeline.init(), case.batch()
     metrics, gradients, collections = pipeline.gradients(state, batch)
     wanted = whole_reference(case.model, batch, case.microbatches, case.data)
     assert_loss(metrics["loss"], wanted.loss)
     assert_close(pipeline.params_tree(gradients), wanted.grads)
-    assert_close(pipeline.collections_tree(collections), wanted.collections)
+    assert_close(pipeline.states.collections_tree(collections), wanted.collections)
     assert_loss(
         pipeline.evaluate(state, batch)["loss"],
         evaluation(case.model, batch, case.microbatches, case.data),
@@ -130,7 +130,9 @@ def test_loss_and_every_gradient(monkeypatch: pytest.MonkeyPatch, case: Case, po
 def test_programs_of_accelerators_have_them_where_there_are_replicas() -> None:
     for skip_idle, data, is_apart in ((False, 2, True), (True, 2, False), (False, 1, False)):
         runs = (
-            Case(stages=4, data=data, microbatches=6, skip_idle=skip_idle).pipeline().program.runs
+            Case(stages=4, data=data, microbatches=6, skip_idle=skip_idle)
+            .pipeline()
+            .plan.program.runs
         )
         assert (runs[0].stop == 1, runs[-1].stop - runs[-1].start == 1) == (is_apart, is_apart)
         assert (runs[0].forward.idle is Idle.MASK) == (not skip_idle)

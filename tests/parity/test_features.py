@@ -89,7 +89,10 @@ def pipeline_run(case: Case) -> dict[str, Any]:
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     aux = {kind: jax.device_get(metrics.get(kind, {})) for kind in ("losses", "metrics")}
-    params, held = pipeline.params_tree(state.params), pipeline.collections_tree(state.collections)
+    params, held = (
+        pipeline.params_tree(state.params),
+        pipeline.states.collections_tree(state.collections),
+    )
     return {"params": params, "collections": held, "losses": losses, "norms": norms, "aux": aux}
 
 
@@ -214,18 +217,21 @@ def test_collections_reports_and_weighted_losses(case: Case) -> None:
 def test_evaluation_and_prediction_after_training(case: Case) -> None:
     pipeline, batch = case.pipeline(), case.batch(seed=7)
     state, _ = pipeline.step(pipeline.init(), case.batch())
-    params, held = pipeline.params_tree(state.params), pipeline.collections_tree(state.collections)
+    params, held = (
+        pipeline.params_tree(state.params),
+        pipeline.states.collections_tree(state.collections),
+    )
     model = sequential_model(case.model)
     places = [(m, r) for m in range(case.microbatches) for r in range(case.data)]
     terms = np.asarray(
         [model.terms(params, held, *block_of(batch, m, r)) for m, r in places], np.float64
     )
-    metrics, outputs = pipeline.evaluate_and_predict(state, batch)
+    metrics, outputs = pipeline.programs.evaluate_and_predict(state, batch)
     assert_loss(metrics["loss"], terms[:, 0].sum() / terms[:, 1].sum())
     each = terms.reshape(case.microbatches, case.data, 2).sum(1)
     assert_loss(metrics["microbatch_losses"], each[:, 0] / each[:, 1])
     assert_loss(pipeline.evaluate(state, batch)["loss"], metrics["loss"], tolerance=0)
-    np.testing.assert_array_equal(pipeline.predict(state, batch), outputs)
+    np.testing.assert_array_equal(pipeline.programs.predict(state, batch), outputs)
     for m in range(case.microbatches):
         wanted = model.module.call(
             params, held, batch[0][m], side=jax.tree.map(lambda x, m=m: x[m], batch[2])
@@ -290,7 +296,7 @@ def test_a_number_among_the_outputs_has_an_entry_for_each_replica() -> None:
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 2))
     x = np.random.default_rng(0).standard_normal((3, 4, 4)).astype(np.float32)
     pipeline = Pipeline(module, SGD, mesh, (x[0], x[0]), 3, make_settings())
-    rows, means = jax.device_get(pipeline.predict(pipeline.init(), (x, x, {})))
+    rows, means = jax.device_get(pipeline.programs.predict(pipeline.init(), (x, x, {})))
     assert (rows.shape, means.shape) == ((3, 4, 4), (3, 2))
     assert_close(means, rows.reshape(3, 2, -1).mean(-1))
 

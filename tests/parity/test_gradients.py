@@ -87,7 +87,7 @@ def test_every_other_schedule(schedule: str, stages: int) -> None:
 
 def test_all_blocks_of_an_equal_cut_are_trunk() -> None:
     pipeline = Case(stages=4, cut="trunk").pipeline()
-    assert [len(cut.trunk) for cut in pipeline.cuts] == [BLOCKS // 4] * 4
+    assert [len(cut.trunk) for cut in pipeline.stage.cuts] == [BLOCKS // 4] * 4
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def stepped(
     mesh = make_pipeline_mesh(topology, jax.devices()[: module.num_stages * data])
     settings = make_settings(**{"router_bias_update_rate": RATE, **keys})
     pipeline = Pipeline(module, optimizer, mesh, (x[0], t[0]), MICROBATCHES, settings)
-    state, metrics = pipeline.step(pipeline.init_from(params), (x, t))
+    state, metrics = pipeline.step(pipeline.states.init_from(params), (x, t))
     return pipeline, state, metrics
 
 
@@ -153,7 +153,9 @@ def test_a_mark_moves_a_parameter_in_every_kind_of_layer(kind: str) -> None:
     moved = [x for path, x in jax.tree.leaves_with_path(new) if is_threshold(path)]
     assert moved
     assert all(x.any() for x in moved)
-    assert "threshold" not in str(jax.tree.structure(pipeline.opt_state_tree(state.opt_state)))
+    assert "threshold" not in str(
+        jax.tree.structure(pipeline.states.opt_state_tree(state.opt_state))
+    )
     # A load is too small for any norm.
     without = module.replace(trainable=lambda path: not path.endswith("threshold"))
     norm = stepped(without, params, optax.sgd(0.1), data=2, router_bias_update_rate=0.0)[2][
@@ -242,7 +244,7 @@ def test_an_average_has_the_biases() -> None:
         state, _ = pipeline.step(state, (x, t))
         new = pipeline.params_tree(state.params)
         average = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, average, new)
-    found = pipeline.params_tree(pipeline.with_params(state, "ema").params)
+    found = pipeline.params_tree(pipeline.states.with_params(state, "ema").params)
     assert_close(found, average)
     assert found["layers"]["0_Gated"]["threshold"].any()
 

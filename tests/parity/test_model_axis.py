@@ -88,7 +88,7 @@ def check_copies(state: TrainState) -> None:
 def test_zero_divides_each_place_over_its_replicas() -> None:
     pipeline = make_pipeline("tied", 2, 2, 2, ADAM, gradient_clipping=LIMIT, zero_stage=1)
     wanted, grads, losses = sequential_steps("tied", 2)
-    state = pipeline.init_from(sequential("tied")[0])
+    state = pipeline.states.init_from(sequential("tied")[0])
     for step in range(STEPS):
         state, metrics = pipeline.step(state, make_batch(step, 2))
         assert_loss(metrics["loss"], losses[step], tolerance=(step + 1) * 1e-6)
@@ -104,7 +104,9 @@ def test_zero_divides_each_place_over_its_replicas() -> None:
 def test_evaluation_and_prediction() -> None:
     pipeline = make_pipeline("tied", 2, 2, 1, ADAM)
     inputs, labels, side = make_batch()
-    metrics, outputs = pipeline.evaluate_and_predict(pipeline.init(), (inputs, labels, side))
+    metrics, outputs = pipeline.programs.evaluate_and_predict(
+        pipeline.init(), (inputs, labels, side)
+    )
     module, params = make_module("tied"), sequential("tied")[0]
     wanted = np.stack([module.apply(params, x) for x in inputs])
     np.testing.assert_allclose(outputs, wanted, rtol=GRADIENT, atol=GRADIENT)
@@ -152,7 +154,7 @@ def test_collections_and_reported_losses() -> None:
     alone = stats_module(1, 1)
     params = pipeline.params_tree(state.params)
     kept = alone.init_collections(jax.random.key(alone.base_seed), inputs[0])
-    assert_close(pipeline.collections_tree(state.collections), jax.device_get(kept))
+    assert_close(pipeline.states.collections_tree(state.collections), jax.device_get(kept))
 
     def loss(params: Any, kept: Any, x: Any, t: Any) -> Any:
         outputs, kept, aux = alone.call(params, kept, x, train=True)
@@ -166,7 +168,7 @@ def test_collections_and_reported_losses() -> None:
     metrics, storage, collections = pipeline.gradients(state, (inputs, labels, side))
     assert_loss(metrics["loss"], wanted_loss)
     assert_close(pipeline.params_tree(storage), wanted)
-    assert_close(pipeline.collections_tree(collections), jax.device_get(kept))
+    assert_close(pipeline.states.collections_tree(collections), jax.device_get(kept))
 
 
 @pytest.mark.slow
@@ -179,7 +181,7 @@ def test_kept_inputs_in_shares_over_the_axis() -> None:
             mesh = make_pipeline_mesh(module.topology())
             pipeline = Pipeline(module, ADAM, mesh, (batch[0][0], batch[1][0]), len(batch[0]))
             metrics, storage, _ = pipeline.gradients(pipeline.init(), batch)
-        found[partitioned] = pipeline.residual_bytes[0]
+        found[partitioned] = pipeline.sizes.residual_bytes[0]
         loss, grads = reference("dropout", batch, 1)
         assert_loss(metrics["loss"], loss)
         assert_close(pipeline.params_tree(storage), grads)

@@ -82,11 +82,11 @@ def test_the_sequential_model_casts_alike(dtype: str) -> None:
 
 def test_masters_and_accumulators_are_float32_and_what_travels_is_not() -> None:
     pipeline = Mixed(stages=4, data=2, cut="trunk", optimizer=SGD).pipeline()
-    for leaf in jax.tree.leaves((pipeline.state_struct.params, pipeline.state_struct.opt_state)):
+    for leaf in jax.tree.leaves((pipeline.states.struct.params, pipeline.states.struct.opt_state)):
         assert leaf.dtype == jnp.float32
-    text = jax.make_jaxpr(pipeline.step)(pipeline.state_struct, pipeline.batch_struct).pretty_print(
-        use_color=False
-    )
+    text = jax.make_jaxpr(pipeline.step)(
+        pipeline.states.struct, pipeline.batches.struct
+    ).pretty_print(use_color=False)
     sent = [line for line in text.splitlines() if "= ppermute" in line]
     assert sent
     assert all(":bf16[" in line.split("=")[0] for line in sent)

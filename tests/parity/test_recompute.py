@@ -59,7 +59,7 @@ def test_marked_layers(stages: int, interval: int, cut: str) -> None:
     pipeline = check(Case(model="marked", stages=stages, interval=interval, cut=cut))
     assert MODELS["marked"].is_random
     if cut == "trunk":
-        assert [len(c.trunk) for c in pipeline.cuts] == [2, 2, 2, 2]
+        assert [len(c.trunk) for c in pipeline.stage.cuts] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -88,5 +88,5 @@ def test_marked_layers_in_other_schedules(schedule: str, interval: int) -> None:
 def test_kept_inputs_in_host_memory(case: Case) -> None:
     with use_settings(HOST):
         pipeline = check(case)
-    hosted = jax.tree.leaves(pipeline._stages.is_hosted)
-    assert any(hosted) == bool(pipeline.cuts[0].trunk)
+    hosted = jax.tree.leaves(pipeline.stage.is_hosted)
+    assert any(hosted) == bool(pipeline.stage.cuts[0].trunk)

@@ -104,6 +104,6 @@ def test_loss_and_gradients_are_those_of_one_device(name: str) -> None:
         MICROBATCHES,
         make_settings(**settings),
     )
-    metrics, gradients, _ = made.gradients(made.init_from(params), batch)
+    metrics, gradients, _ = made.gradients(made.states.init_from(params), batch)
     assert_loss(metrics["loss"], loss)
     assert_close(made.params_tree(gradients), wanted)

@@ -151,8 +151,8 @@ def test_gradients_and_steps_are_those_of_one_device(
     state = pipeline.init()
     assert_close(pipeline.params_tree(state.params), first)
     assert {
-        pipeline._params.struct[path].shape[dim]
-        for path, dim in pipeline._params.stage_dims.items()
+        pipeline.stage.params.struct[path].shape[dim]
+        for path, dim in pipeline.stage.params.stage_dims.items()
     } == {ROWS // stages}
     loss, grads = jax.value_and_grad(objective)(params, *make_batch()[:2])
     metrics, storage, _ = pipeline.gradients(state, make_batch())
@@ -165,7 +165,7 @@ def test_gradients_and_steps_are_those_of_one_device(
         pipeline.params_tree(state.params), jax.device_get(optax.apply_updates(params, updates))
     )
     inputs, labels, _ = make_batch(1)
-    _, outputs = pipeline.evaluate_and_predict(state, make_batch(1))
+    _, outputs = pipeline.programs.evaluate_and_predict(state, make_batch(1))
     wanted = np.stack([module.apply(pipeline.params_tree(state.params), x) for x in inputs])
     np.testing.assert_allclose(outputs, wanted, rtol=GRADIENT, atol=GRADIENT)
 
@@ -195,10 +195,10 @@ def test_other_losses_get_whole_logits(
     for split in (True, False, "auto"):
         settings = make_settings(split_vocabulary=split)
         pipeline = Pipeline(module, ADAM, mesh, example, MICROBATCHES, settings)
-        assert bool(pipeline.ends.layers) == (split is True)
+        assert bool(pipeline.stage.ends.layers) == (split is True)
         state = pipeline.init()
         metrics, storage, _ = pipeline.gradients(state, make_batch())
-        evaluated, outputs = pipeline.evaluate_and_predict(state, make_batch())
+        evaluated, outputs = pipeline.programs.evaluate_and_predict(state, make_batch())
         found.append((pipeline.params_tree(storage), metrics["loss"], evaluated["loss"], outputs))
     for grads, *losses, outputs in found[1:]:
         assert_close(found[0][0], grads)
@@ -307,7 +307,7 @@ def test_a_loss_is_needed() -> None:
 
 def test_one_stage_has_nothing_to_split() -> None:
     pipeline = make_pipeline("untied", 1, 2, {}, True)
-    assert not pipeline._params.stage_dims
+    assert not pipeline.stage.params.stage_dims
 
 
 @pytest.mark.slow

@@ -25,13 +25,13 @@ def test_gradients_evaluation_and_outputs_are_the_same(
     whole = Case(case.model, case.stages, case.data, case.microbatches, cut=case.cut).pipeline()
     monkeypatch.setattr(LARGE, 0)
     pipeline = case.pipeline()
-    state, batch = pipeline.init(), pipeline.place_batch(case.batch())
+    state, batch = pipeline.init(), pipeline.batches.place(case.batch())
     metrics, gradients, _ = pipeline.gradients(state, batch)
     loss, wanted = cached_reference(case.model, case.microbatches, case.data)
     assert_loss(metrics["loss"], loss)
     assert_close(pipeline.params_tree(gradients), wanted)
     (found, outputs), expected = (
-        pipeline.evaluate_and_predict(state, batch),
+        pipeline.programs.evaluate_and_predict(state, batch),
         whole.evaluate(whole.init(), case.batch()),
     )
     assert_loss(found["loss"], expected["loss"])
@@ -42,8 +42,8 @@ def test_each_stage_holds_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples where they divide, else another dim; what does not divide at all is held whole."""
     monkeypatch.setattr(LARGE, 0)
     pipeline = Case(stages=2, data=2).pipeline()
-    inputs = pipeline.place_batch(Case(stages=2, data=2).batch())[0]
+    inputs = pipeline.batches.place(Case(stages=2, data=2).batch())[0]
     assert inputs.sharding.spec == P(None, ("data", "stage"))
     assert {shard.data.shape[1] for shard in inputs.addressable_shards} == {inputs.shape[1] // 4}
     other = Case(stages=4, data=1).pipeline()
-    assert jax.tree.leaves(other.batch_struct)[0].sharding.spec == P(None, "data")
+    assert jax.tree.leaves(other.batches.struct)[0].sharding.spec == P(None, "data")

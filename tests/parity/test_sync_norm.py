@@ -71,7 +71,7 @@ def test_statistics_over_data_are_those_of_the_whole_microbatch(
     )
     state = pipeline.init()
     metrics, storage, held = pipeline.gradients(state, batch)
-    grads, collections = pipeline.params_tree(storage), pipeline.collections_tree(held)
+    grads, collections = pipeline.params_tree(storage), pipeline.states.collections_tree(held)
 
     alone = _module(None, block, num_stages=1)
     params = alone.init(jax.random.key(alone.base_seed), inputs[0])
@@ -107,4 +107,4 @@ def test_a_layer_that_needs_the_replicas_is_measured_like_others() -> None:
     module = _module("data", _Block, topology=topology, partition_method="profile:flops")
     mesh = make_pipeline_mesh(topology)
     pipeline = Pipeline(module, optax.identity(), mesh, (inputs[0], labels[0]), MICROBATCHES)
-    assert len(pipeline.parts) == 3
+    assert len(pipeline.plan.parts) == 3

@@ -59,7 +59,7 @@ def check(case: Case) -> tuple[Any, Any]:
     wanted, wanted_losses, opt_state = sequential_steps(case, case.optimizer)
     assert_loss(losses, wanted_losses, tolerance=STEPS * 1e-6)
     assert_close(pipeline.params_tree(state.params), wanted)
-    assert_close(pipeline.opt_state_tree(state.opt_state), opt_state)
+    assert_close(pipeline.states.opt_state_tree(state.opt_state), opt_state)
     return pipeline, state
 
 
@@ -127,7 +127,7 @@ def test_tied_copies_stay_equal_to_the_bit(
 
 def tied_copies(pipeline: Any, state: Any) -> dict[str, list[np.ndarray]]:
     """All stages' copies of each shared parameter, from the rows of the state."""
-    params, host = pipeline._stages.params, jax.device_get(state.params)
+    params, host = pipeline.stage.params, jax.device_get(state.params)
     copies: dict[str, list[np.ndarray]] = {}
     for stage in range(pipeline.module.num_stages):
         leaves = params.master_layout.unpack(stage, jax.tree.map(lambda x, s=stage: x[s], host))
@@ -138,7 +138,7 @@ def tied_copies(pipeline: Any, state: Any) -> dict[str, list[np.ndarray]]:
 
 
 def test_neighbours_and_distant_stages_hold_the_same_parameter() -> None:
-    holders = Case(model="tied_many", stages=4, cut="uniform").pipeline()._stages.params.tied
+    holders = Case(model="tied_many", stages=4, cut="uniform").pipeline().stage.params.tied
     assert {name.split("/")[1]: stages for name, stages in holders.items()} == {
         "everywhere": (0, 2, 3),
         "neighbours": (1, 2),

@@ -54,7 +54,7 @@ def test_loss_and_every_gradient(case: Case) -> None:
     loss, grads = cached_reference(case.model, case.microbatches, case.data)
     assert_loss(metrics["loss"], loss)
     assert_close(pipeline.params_tree(storage), grads)
-    held = pipeline._params
+    held = pipeline.stage.params
     assert {held.struct[path].shape[dim] for path, dim in held.stage_dims.items()} == {
         ROWS // case.stages
     }
@@ -100,9 +100,9 @@ def test_clipped_adamw(case: Case) -> None:
 
 def check_copies(pipeline: Any, params: Any) -> None:
     """What is not split of the ends is the same on all stages to the bit."""
-    tied = pipeline._params.tied
+    tied = pipeline.stage.params.tied
     assert tied
-    if pipeline.config.zero_optimization.stage:
+    if pipeline.plan.config.zero_optimization.stage:
         return
     for name in tied:
         leaf = np.asarray(params.stacked[name])
@@ -115,7 +115,9 @@ def test_evaluation_and_prediction() -> None:
     pipeline = Case(model=model, stages=4, schedule="1f1b-v").pipeline()
     module, params = ALL_MODELS[model].module(), sequential(model)[0]
     inputs, labels, side = make_batch(ALL_MODELS[model], 3, 1)
-    metrics, outputs = pipeline.evaluate_and_predict(pipeline.init(), (inputs, labels, side))
+    metrics, outputs = pipeline.programs.evaluate_and_predict(
+        pipeline.init(), (inputs, labels, side)
+    )
     wanted = np.stack([module.apply(params, x) for x in inputs])
     np.testing.assert_allclose(outputs, wanted, rtol=GRADIENT, atol=GRADIENT)
     losses = [module.loss(y, t) for y, t in zip(wanted, labels, strict=True)]

@@ -56,7 +56,7 @@ def test_the_functional_step_is_compiled_once(
     pipeline = case.pipeline()
 
     def batch(seed: int) -> Any:
-        return pipeline.place_batch(case.batch(seed)) if on_device else case.batch(seed)
+        return pipeline.batches.place(case.batch(seed)) if on_device else case.batch(seed)
 
     state, _ = pipeline.step(pipeline.init(), batch(0))
     tree = pipeline.params_tree(state.params)
@@ -65,9 +65,9 @@ def test_the_functional_step_is_compiled_once(
     for seed in range(1, 4):
         state, metrics = pipeline.step(state, batch(seed))
         float(metrics["loss"])
-    state, _ = pipeline.step(pipeline.replace_params(state, tree), batch(5))
+    state, _ = pipeline.step(pipeline.states.replace(state, params=tree), batch(5))
     assert compiled == []
-    state, _ = pipeline.step(pipeline.init_from(tree), batch(6))
+    state, _ = pipeline.step(pipeline.states.init_from(tree), batch(6))
     pipeline.step(pipeline.init(), batch(7))
     assert not any("checked" in name for name in compiled)
 
@@ -109,7 +109,7 @@ def test_the_engine_compiles_once(compiled: list[str]) -> None:
 
 def hlo_size(case: Case) -> int:
     pipeline = case.pipeline()
-    text = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile().as_text()
+    text = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).compile().as_text()
     return sum(" = " in line for line in text.splitlines())
 
 
@@ -132,7 +132,7 @@ def test_a_scanned_trunk_does_not_grow_with_depth() -> None:
             layers, num_stages=2, loss_fn=cross_entropy, partition_method="trunk"
         )
         pipeline = Pipeline(module, SGD, mesh, entry, 3, make_settings(scan_trunk=True))
-        jaxpr = jax.make_jaxpr(pipeline.gradients)(pipeline.state_struct, pipeline.batch_struct)
+        jaxpr = jax.make_jaxpr(pipeline.gradients)(pipeline.states.struct, pipeline.batches.struct)
         return str(jaxpr).count("dot_general")
 
     assert products(2) == products(6)
@@ -149,7 +149,7 @@ for case in (
     Case(model="attention", stages=2, schedule="zero-bubble"),
 ):
     pipeline = case.pipeline()
-    text = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).as_text()
+    text = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).as_text()
     print(hashlib.sha256(text.encode()).hexdigest())
 """
 

@@ -69,7 +69,7 @@ def wide_pipeline(
 
 
 def temporary_bytes(pipeline: Pipeline) -> int:
-    compiled = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+    compiled = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -142,7 +142,7 @@ def test_rings_are_as_deep_as_the_formula(schedule: str, stages: int, microbatch
         cut="uniform",
     )
     pipeline = case.pipeline()
-    program = pipeline.program
+    program = pipeline.plan.program
     deepest = slots_by_formula(schedule, stages, microbatches, program.num_chunks)
     assert program.peak_in_flight == deepest
     spill = program.residual_slots - deepest
@@ -152,13 +152,11 @@ def test_rings_are_as_deep_as_the_formula(schedule: str, stages: int, microbatch
 
 def _ring_depths(pipeline: Pipeline) -> set[int]:
     """Leading sizes of what the loops carry in the shape of a residual."""
-    jaxpr = jax.make_jaxpr(pipeline.gradients)(pipeline.state_struct, pipeline.batch_struct)
-    kept = {
-        (tuple(x.shape), x.dtype) for x in jax.tree.leaves(pipeline._stages.residuals) if x.ndim
-    }
+    jaxpr = jax.make_jaxpr(pipeline.gradients)(pipeline.states.struct, pipeline.batches.struct)
+    kept = {(tuple(x.shape), x.dtype) for x in jax.tree.leaves(pipeline.stage.residuals) if x.ndim}
     travelling = {
         (tuple(x.shape), x.dtype)
-        for packing in (pipeline._stages.activations, pipeline._stages.gradients)
+        for packing in (pipeline.stage.activations, pipeline.stage.gradients)
         for x in jax.tree.leaves(packing.struct)
     }
     found = set()
@@ -209,7 +207,7 @@ def large_vocabulary() -> Pipeline:
 def largest_stage_bytes(pipeline: Pipeline) -> int:
     """Parameters and both Adam moments of the stage with most."""
     counts = pipeline.trace.num_params()
-    parts = pipeline.parts
+    parts = pipeline.plan.parts
     return 3 * 4 * max(sum(counts[a:b]) for a, b in zip(parts, parts[1:], strict=False))
 
 
@@ -227,7 +225,7 @@ def test_initialising_the_optimizer_holds_no_more(large_vocabulary: Pipeline) ->
     spec = jax.sharding.PartitionSpec("stage")
 
     def make(params: Any) -> Any:
-        made = large_vocabulary._updater.init(
+        made = large_vocabulary.states._updater.init(
             jax.lax.axis_index("stage"), jax.tree.map(lambda x: x[0], params)
         )
         return jax.tree.map(lambda x: x[None], made)
@@ -235,13 +233,15 @@ def test_initialising_the_optimizer_holds_no_more(large_vocabulary: Pipeline) ->
     mapped = jax.shard_map(
         make, mesh=large_vocabulary.mesh, in_specs=(spec,), out_specs=spec, check_vma=False
     )
-    memory = jax.jit(mapped).lower(large_vocabulary.state_struct.params).compile().memory_analysis()
+    memory = (
+        jax.jit(mapped).lower(large_vocabulary.states.struct.params).compile().memory_analysis()
+    )
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert peak <= STATE_BYTES * largest_stage_bytes(large_vocabulary)
 
 
 def test_no_stage_holds_another_stages_parameters(large_vocabulary: Pipeline) -> None:
-    struct = large_vocabulary.state_struct
+    struct = large_vocabulary.states.struct
     for leaf in jax.tree.leaves((struct.params, struct.opt_state)):
         assert leaf.sharding.shard_shape(leaf.shape) == (1, *leaf.shape[1:])
     rows = large_vocabulary.init().params.packed["float32"]
@@ -276,18 +276,18 @@ def test_zero_divides_optimizer_state_and_masters_by_the_replicas(
 ) -> None:
     whole, divided = (zero_pipeline(stage, optimizer) for stage in (0, 1))
     for name in ("opt_state", "params"):
-        before, after = (bytes_per_device(getattr(p.state_struct, name)) for p in (whole, divided))
+        before, after = (bytes_per_device(getattr(p.states.struct, name)) for p in (whole, divided))
         # LAMB: four kernels are dealt out to eight replicas, whole.
         share = 1 / 8 if optimizer is ADAM else 1 / 4
         assert after <= share * before * STATE_BYTES + 256
     held = [
-        p.step.lower(p.state_struct, p.batch_struct)
+        p.step.lower(p.states.struct, p.batches.struct)
         .compile()
         .memory_analysis()
         .argument_size_in_bytes
         for p in (whole, divided)
     ]
-    state = bytes_per_device((whole.state_struct.params, whole.state_struct.opt_state))
+    state = bytes_per_device((whole.states.struct.params, whole.states.struct.opt_state))
     assert held[0] - held[1] >= (1 - share) * state / STATE_BYTES
 
 
@@ -295,7 +295,7 @@ def test_recompute_keeps_the_inputs_of_groups_alone() -> None:
     def kept(interval: int) -> int:
         pipeline = wide_pipeline(8, "1f1b", interval=interval)
         return sum(
-            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals)
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline.stage.residuals)
         )
 
     stage_input = 64 * 64 * 4
@@ -314,7 +314,7 @@ def test_a_cut_by_profile_plans_for_the_ring_that_every_device_has(
     memory = pipeline.plan.profile.memory
     assert memory is not None
     assert memory.in_flight == (slots,) * len(pipeline.plan.parts[1:])
-    assert slots == -(-pipeline.program.residual_slots // pipeline.program.num_chunks)
+    assert slots == -(-pipeline.plan.program.residual_slots // pipeline.plan.program.num_chunks)
 
 
 class Perceptron(nn.Module):
@@ -342,7 +342,7 @@ def planned(layers: list[LayerSpec | Any], *, scan_trunk: bool = False) -> tuple
         module, optax.sgd(0.1), mesh, (x, x), 4, make_settings(scan_trunk=scan_trunk)
     )
     counted = Counted(module, pipeline.trace, x)
-    return counted.costs(HARDWARE["h200"]).part_sizes(pipeline.parts)[0][1], pipeline
+    return counted.costs(HARDWARE["h200"]).part_sizes(pipeline.plan.parts)[0][1], pipeline
 
 
 BLOCK, INNER, DENSE = (
@@ -370,8 +370,8 @@ BLOCK, INNER, DENSE = (
 )
 def test_the_plan_counts_what_is_kept(layers: list[Any]) -> None:
     count, pipeline = planned(layers)
-    assert [len(cut.trunk) for cut in pipeline.cuts] == [len(layers)] * 2
-    assert count == sum(pipeline.residual_bytes)
+    assert [len(cut.trunk) for cut in pipeline.stage.cuts] == [len(layers)] * 2
+    assert count == sum(pipeline.sizes.residual_bytes)
     size = f"{count / 2**10:,.1f} KiB" if count >= 2**10 else f"{count} B"
     assert f"residuals of each microbatch: {size}; slots: 3" in describe_pipeline(pipeline)
 
@@ -379,7 +379,7 @@ def test_the_plan_counts_what_is_kept(layers: list[Any]) -> None:
 @pytest.mark.slow
 def test_a_layer_that_recomputes_leaves_the_others_alone() -> None:
     def kept(layers: list[Any], **settings: bool) -> int:
-        return planned(layers, **settings)[1].residual_bytes[0]
+        return planned(layers, **settings)[1].sizes.residual_bytes[0]
 
     none, one = kept([BLOCK] * 4), kept([BLOCK, BLOCK.remat(), BLOCK, BLOCK])
     assert kept([BLOCK.remat()] * 4) < one < none == kept([INNER] * 4)

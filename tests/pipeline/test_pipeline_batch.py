@@ -1,5 +1,6 @@
 """What a pipeline refuses: batches, meshes, losses and schedules that do not fit."""
 
+import operator
 from typing import Any
 
 import flax.linen as nn
@@ -76,13 +77,15 @@ def pipeline() -> Pipeline:
         ),
     ],
 )
-@pytest.mark.parametrize("method", ["step", "evaluate", "gradients", "place_batch", "check_batch"])
+@pytest.mark.parametrize(
+    "method", ["step", "evaluate", "gradients", "batches.place", "batches.check"]
+)
 def test_batches_that_differ_from_the_example(
     pipeline: Pipeline, batch: Any, match: str, method: str
 ) -> None:
-    call = getattr(pipeline, method)
+    call = operator.attrgetter(method)(pipeline)
     arguments = (
-        (pipeline.state_struct, batch) if method in ("step", "evaluate", "gradients") else (batch,)
+        (pipeline.states.struct, batch) if method in ("step", "evaluate", "gradients") else (batch,)
     )
     run = call.lower if method in ("step", "evaluate", "gradients") else call
     with pytest.raises(DataError, match=match + r"[\s\S]*Give every batch the"):
@@ -116,16 +119,16 @@ def test_entries_that_do_not_fit(entry: Any, match: str) -> None:
 
 def test_batches_by_name_and_plain_tuples_are_one_structure(pipeline: Pipeline) -> None:
     given = np.zeros((3, 4, 3), np.int32)
-    placed = pipeline.place_batch((given, given))
+    placed = pipeline.batches.place((given, given))
     assert (placed.inputs.shape, placed.labels.shape, placed.side) == (given.shape, given.shape, {})
     lowered = [
-        pipeline.evaluate.lower(pipeline.state_struct, batch)
+        pipeline.evaluate.lower(pipeline.states.struct, batch)
         for batch in (placed, (given, given), [*placed])
     ]
     assert len({each.in_tree for each in lowered}) == 1
 
 
-@pytest.mark.parametrize("method", ["place_batch", "check_batch"])
+@pytest.mark.parametrize("method", ["place", "check"])
 @pytest.mark.parametrize("num_parts", [1, 4])
 def test_batches_of_another_number_of_parts(
     pipeline: Pipeline, method: str, num_parts: int
@@ -134,7 +137,7 @@ def test_batches_of_another_number_of_parts(
         DataError,
         match=rf"must be a tuple \(inputs, labels\).*got the batch = a tuple of {num_parts}\.",
     ):
-        getattr(pipeline, method)((np.zeros((3, 4, 3), np.int32),) * num_parts)
+        getattr(pipeline.batches, method)((np.zeros((3, 4, 3), np.int32),) * num_parts)
 
 
 def test_entries_are_described() -> None:
@@ -165,10 +168,10 @@ def test_make_pipeline_takes_sizes_and_settings_from_the_configuration() -> None
         },
     }
     pipeline = make_pipeline(module(), SGD, config, mesh(), (TOKENS, TOKENS))
-    assert (pipeline.num_microbatches, pipeline.num_replicas) == (3, 2)
-    assert pipeline.schedule.__name__ == "GPipeSchedule"
+    assert (pipeline.batches.num_microbatches, pipeline.batches.num_replicas) == (3, 2)
+    assert pipeline.plan.schedule.__name__ == "GPipeSchedule"
     assert pipeline.module.activation_checkpoint_interval == 1
-    assert list(pipeline.parts) == [0, 1, 2]
+    assert list(pipeline.plan.parts) == [0, 1, 2]
 
 
 def test_make_pipeline_uses_all_devices_without_a_mesh() -> None:
@@ -272,7 +275,7 @@ def test_more_stages_than_layers() -> None:
 def test_the_state_is_as_described() -> None:
     case = Case(stages=4, data=2, model="tied", optimizer=optax.adam(1e-3))
     pipeline = case.pipeline()
-    state, struct = pipeline.init(), pipeline.state_struct
+    state, struct = pipeline.init(), pipeline.states.struct
     assert jax.tree.structure(state) == jax.tree.structure(struct)
     for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(struct), strict=True):
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (like.shape, like.dtype, like.sharding)

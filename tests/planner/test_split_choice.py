@@ -64,8 +64,8 @@ def built(module: PipelineModule, optimizer: Any = None, **section: Any) -> jaxp
 def test_a_large_vocabulary_is_split_and_plan_agrees(section: dict[str, Any]) -> None:
     pipeline = built(model(), **section)
     last = len(pipeline.module.layers) - 1
-    assert pipeline.ends.layers == (0, last)
-    assert pipeline.config.pipeline.split_vocabulary is True
+    assert pipeline.stage.ends.layers == (0, last)
+    assert pipeline.plan.config.pipeline.split_vocabulary is True
     text = describe_pipeline(pipeline)
     assert (
         "the first and last layers and the loss are split over the stages "
@@ -108,8 +108,8 @@ def test_the_numbers_are_those_of_whole_layers() -> None:
 )
 def test_what_cannot_be_split_stays_whole(module: PipelineModule, note: str) -> None:
     pipeline = built(module)
-    assert not pipeline.ends.layers
-    assert pipeline.config.pipeline.split_vocabulary is False
+    assert not pipeline.stage.ends.layers
+    assert pipeline.plan.config.pipeline.split_vocabulary is False
     said = [line for line in pipeline.plan.notes if "not split over the stages" in line]
     assert len(said) == 1
     assert re.search(note, said[0])
@@ -148,7 +148,7 @@ HEAD = table(forward_fn=nn.Embed.attend)
 def test_what_may_see_a_slice_stays_whole(ends: list[Any], loss_fn: Loss, note: str) -> None:
     layers = [table(), *specs(Block), *specs(Block), *ends]
     pipeline = built(PipelineModule(layers, 4, loss_fn=loss_fn))
-    assert not pipeline.ends.layers
+    assert not pipeline.stage.ends.layers
     # Of a loss that takes little of a tick nothing is said.
     said = "".join(pipeline.plan.notes)
     assert re.search(f"not split over the stages: .*{note}", said) or "and the loss" not in said
@@ -160,24 +160,24 @@ def test_a_first_layer_that_reads_its_table_stays_whole() -> None:
 
     layers = [LayerSpec(nn.Embed, TABLE, DIM), *specs(Block), *specs(Block)]
     layers = [*layers, LayerSpec(nn.Dense, TABLE)]
-    assert built(PipelineModule(layers, 4, loss_fn=cross_entropy)).ends.layers
+    assert built(PipelineModule(layers, 4, loss_fn=cross_entropy)).stage.ends.layers
 
     def looked_up(embed: nn.Embed, tokens: jax.Array) -> jax.Array:
         return rows(embed, tokens) if embed.has_variable("params", "embedding") else embed(tokens)
 
     layers[0] = LayerSpec(nn.Embed, TABLE, DIM, forward_fn=looked_up)
-    assert not built(PipelineModule(layers, 4, loss_fn=cross_entropy)).ends.layers
+    assert not built(PipelineModule(layers, 4, loss_fn=cross_entropy)).stage.ends.layers
     layers[0] = LayerSpec(nn.Embed, TABLE, DIM, forward_fn=lambda m, x: 2 * m(x))
-    assert built(PipelineModule(layers, 4, loss_fn=cross_entropy)).ends.layers
+    assert built(PipelineModule(layers, 4, loss_fn=cross_entropy)).stage.ends.layers
 
 
 def test_losses_a_tick_later_are_had_by_a_split() -> None:
-    assert built(model(), overlap_vocabulary=True).program.delays_loss
+    assert built(model(), overlap_vocabulary=True).plan.program.delays_loss
 
 
 def test_an_optimiser_that_looks_at_whole_tables_keeps_them_whole() -> None:
     pipeline = built(model(), optax.lamb(1e-2))
-    assert not pipeline.ends.layers
+    assert not pipeline.stage.ends.layers
     assert "one that needs all of layers/0_Embed/embedding" in "".join(pipeline.plan.notes)
 
 
@@ -191,7 +191,7 @@ def test_what_takes_longer_split_stays_whole(monkeypatch: pytest.MonkeyPatch) ->
     pipeline = jaxpipe.make_pipeline(
         module, optax.adamw(1e-2), config, jaxpipe.mesh_for(module), (x, x)
     )
-    assert not pipeline.ends.layers
+    assert not pipeline.stage.ends.layers
     assert "the loss are not split over the stages (pipeline.split_vocabulary): a step" in "".join(
         pipeline.plan.notes
     )
@@ -229,9 +229,9 @@ def test_layers_that_are_split_already_and_a_single_stage_are_left_alone() -> No
         LayerSpec(VocabHead, TABLE),
     ]
     pipeline = built(PipelineModule(layers, 4, loss_fn=cross_entropy))
-    assert pipeline.ends.layers
+    assert pipeline.stage.ends.layers
     assert not any("split over the stages" in note for note in pipeline.plan.notes)
-    assert not built(model(num_stages=1)).ends.layers
+    assert not built(model(num_stages=1)).stage.ends.layers
 
 
 def test_a_model_without_a_vocabulary_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -264,7 +264,7 @@ def test_the_engine_keeps_its_first_choice() -> None:
     assert_loss(
         predicts_first.eval_batch(batches()), trains_first.eval_batch(batches()), tolerance=2e-6
     )
-    assert [bool(each.pipeline.ends.layers) for each in (predicts_first, trains_first)] == [
+    assert [bool(each.pipeline.stage.ends.layers) for each in (predicts_first, trains_first)] == [
         False,
         True,
     ]

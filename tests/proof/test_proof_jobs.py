@@ -69,8 +69,11 @@ def test_both_precisions_have_one_plan() -> None:
     with job.finest.enabled():
         double = job.pipeline(job.finest)
     own = job.pipeline(OWN)
-    assert own.config.pipeline.schedule != "auto"
-    assert (double.parts, double.config.pipeline) == (own.parts, own.config.pipeline)
+    assert own.plan.config.pipeline.schedule != "auto"
+    assert (double.plan.parts, double.plan.config.pipeline) == (
+        own.plan.parts,
+        own.plan.config.pipeline,
+    )
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def num_reduced(pipeline: Pipeline) -> int:
     Scalars left out.
     """
     text = (
-        pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile().as_text() or ""
+        pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).compile().as_text()
+        or ""
     )
     shapes = re.findall(r"= (.*) all-reduce(?:-start)?\(.*replica_groups=\[2,2\]<=\[4\],", text)
     return sum(Counter(re.findall(r"\w+\[[\d,]+\]", shape)).total() for shape in shapes)
@@ -156,7 +157,7 @@ CASES = {
 def test_gradients_are_those_of_one_device(case: str) -> None:
     pipeline = make_pipeline(**CASES[case])
     params, loss, grads = one_device()
-    metrics, storage, _ = pipeline.gradients(pipeline.init_from(params), make_batch())
+    metrics, storage, _ = pipeline.gradients(pipeline.states.init_from(params), make_batch())
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     assert_close(pipeline.params_tree(storage), grads)
 
@@ -169,7 +170,7 @@ def test_nothing_is_reduced_again(case: str) -> None:
         name: value for name, value in CASES[case].items() if name in ("schedule", "scan_trunk")
     }
     kept, recomputed = make_pipeline(**settings), make_pipeline(**CASES[case])
-    assert recomputed.residual_bytes[0] < kept.residual_bytes[0]
+    assert recomputed.sizes.residual_bytes[0] < kept.sizes.residual_bytes[0]
     assert num_reduced(recomputed) == num_reduced(kept)
 
 
@@ -195,8 +196,11 @@ def test_where_inputs_are_sharded_names_save_the_sums_alike() -> None:
 def test_a_named_value_is_kept_once_a_layer() -> None:
     """What ends a layer is not kept: its backward needs nothing of it."""
     inputs_alone, named = make_pipeline(names=False, interval=1), make_pipeline(interval=1)
-    assert named.residual_bytes[0] == 2 * inputs_alone.residual_bytes[0]
-    assert make_pipeline(mark=remat(KEEPS_INPUTS)).residual_bytes == inputs_alone.residual_bytes
+    assert named.sizes.residual_bytes[0] == 2 * inputs_alone.sizes.residual_bytes[0]
+    assert (
+        make_pipeline(mark=remat(KEEPS_INPUTS)).sizes.residual_bytes
+        == inputs_alone.sizes.residual_bytes
+    )
 
 
 @pytest.mark.slow
@@ -207,14 +211,16 @@ def test_a_named_value_is_kept_once_a_layer() -> None:
 def test_without_an_axis_to_reduce_over_names_change_nothing(case: str) -> None:
     def lowered(names: bool) -> str:
         pipeline = make_pipeline(**{**CASES[case], "num_model": 1, "names": names})
-        return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).as_text()
+        return pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).as_text()
 
     assert lowered(True) == lowered(False)
 
 
 @pytest.mark.slow
 def test_the_bytes_of_residuals_are_those_of_one_device() -> None:
-    one, two, four = (make_pipeline(num_model=length).residual_bytes[0] for length in (1, 2, 4))
+    one, two, four = (
+        make_pipeline(num_model=length).sizes.residual_bytes[0] for length in (1, 2, 4)
+    )
     # Of each sublayer the hidden values, which are sharded as its weights are.
     hidden = BLOCKS // 2 * 2 * MICROBATCH * 3 * HIDDEN * 4
     assert (one - two, one - four) == (hidden // 2, hidden // 4 * 3)
@@ -247,7 +253,7 @@ def test_branches_keep_what_is_named() -> None:
         x = make_batch()[0][0]
         return Pipeline(
             module, optax.sgd(0.1), make_pipeline_mesh(topology), (x, x), 2
-        ).residual_bytes[0]
+        ).sizes.residual_bytes[0]
 
     size = make_batch()[0][0].nbytes
     assert kept(REDUCED) == kept("another") + BLOCKS // 2 * size

@@ -258,7 +258,7 @@ def test_what_is_gathered_is_told(settings: dict[str, Any], match: str) -> None:
     pipeline = make_pipeline(2, data, axes, **settings)
     assert match in describe_pipeline(pipeline)
     kernels = 2 * 2 * DIM * HIDDEN + 5 * DIM + DIM * 3
-    assert pipeline.gathered_bytes == pipeline.whole_sums_bytes == kernels * 4 // 2
+    assert pipeline.sizes.gathered_bytes == pipeline.sizes.whole_sums_bytes == kernels * 4 // 2
     assert ("over 'data' with zero_optimization.stage=1, whose" in describe_pipeline(pipeline)) == (
         "once" in match
     )

@@ -312,7 +312,7 @@ def check(public: Public, stages: int, data: int, size: int) -> None:
     pipeline = Pipeline(
         sharded, optax.sgd(RATE), mesh, example, MICROBATCHES, make_settings(skip_idle=True)
     )
-    state = pipeline.init_from(params)
+    state = pipeline.states.init_from(params)
     metrics, storage, _ = pipeline.gradients(state, batch)
     assert_loss(metrics["loss"], loss)
     assert_close(pipeline.params_tree(storage), grads)

@@ -32,5 +32,5 @@ def test_values_are_those_of_one_device(case: Sharded) -> None:
     pipeline, wanted = case.pipeline(), sequential_model(case.model)
     state = pipeline.init()
     jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(state.params), wanted.params)
-    found = pipeline.collections_tree(state.collections)
+    found = pipeline.states.collections_tree(state.collections)
     jax.tree.map(np.testing.assert_array_equal, found, dict(wanted.collections))

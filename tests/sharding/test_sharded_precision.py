@@ -83,7 +83,7 @@ def test_sums_over_manual_axes_beside_an_automatic_one(
     mesh, config = make_pipeline_mesh(topology), make_settings(**settings)
     pipeline = Pipeline(module, optax.sgd(0.1), mesh, example, microbatches, config)
     state = pipeline.init()
-    _, outputs = pipeline.evaluate_and_predict(state, batch)
+    _, outputs = pipeline.programs.evaluate_and_predict(state, batch)
     plain = sequential_model(model)
     call = jax.jit(lambda params, x: plain.module.call(params, plain.collections, x)[0])
     wanted = np.stack([call(plain.params, x) for x in batch[0]])

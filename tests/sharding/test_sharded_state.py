@@ -133,7 +133,7 @@ def test_a_device_holds_its_share_of_its_stage(name: str) -> None:
     case = Sharded(annotated=name, data=2, axes=axes, optimizer=ADAM, cut="trunk")
     pipeline = case.pipeline()
     state, _ = pipeline.step(pipeline.init(), case.batch())
-    limit = STATE_BYTES * largest_stage_bytes(case, pipeline.parts)
+    limit = STATE_BYTES * largest_stage_bytes(case, pipeline.plan.parts)
     assert device_bytes(state.params) <= limit
     assert device_bytes(state.opt_state) <= 2 * limit
 
@@ -162,7 +162,7 @@ def test_collections_are_sharded_as_they_say() -> None:
         array.sharding.shard_shape(array.shape)[-1] for array in jax.tree.leaves(state.collections)
     }
     assert 24 // 2 in held
-    tree = pipeline.collections_tree(state.collections)
+    tree = pipeline.states.collections_tree(state.collections)
     assert {leaf.shape for leaf in jax.tree.leaves(tree)} == {(24,), ()}
 
 
@@ -177,7 +177,7 @@ def test_a_sharded_residual_stream_makes_rings_and_exchanges_smaller(size: int) 
         )
         pipeline = case.pipeline()
         program = (
-            pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile().as_text()
+            pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).compile().as_text()
         )
         sent = [
             line

@@ -63,7 +63,7 @@ def check(case: Sharded) -> None:
         for name, values in wanted.aux["losses"].items():
             np.testing.assert_allclose(metrics["losses"][name], values, rtol=GRADIENT)
     if jax.tree.leaves(held):
-        assert_close(pipeline.collections_tree(state.collections), held)
+        assert_close(pipeline.states.collections_tree(state.collections), held)
 
 
 @pytest.mark.parametrize(
@@ -165,16 +165,19 @@ def test_three_steps(case: Sharded) -> None:
 def test_evaluation_and_prediction_after_a_step(case: Sharded) -> None:
     pipeline, batch = case.pipeline(), case.batch(seed=7)
     state, _ = pipeline.step(pipeline.init(), case.batch())
-    params, held = pipeline.params_tree(state.params), pipeline.collections_tree(state.collections)
+    params, held = (
+        pipeline.params_tree(state.params),
+        pipeline.states.collections_tree(state.collections),
+    )
     model = sequential_model(case.model)
     blocks = [(m, r) for m in range(case.microbatches) for r in range(case.data)]
     terms = np.asarray(
         [model.terms(params, held, *block_of(batch, m, r)) for m, r in blocks], np.float64
     )
-    metrics, outputs = pipeline.evaluate_and_predict(state, batch)
+    metrics, outputs = pipeline.programs.evaluate_and_predict(state, batch)
     assert_loss(metrics["loss"], terms[:, 0].sum() / terms[:, 1].sum())
     assert_loss(pipeline.evaluate(state, batch)["loss"], metrics["loss"], tolerance=0)
-    np.testing.assert_array_equal(pipeline.predict(state, batch), outputs)
+    np.testing.assert_array_equal(pipeline.programs.predict(state, batch), outputs)
     for m, r in blocks:
         wanted = model.module.call(params, held, block_of(batch, m, r)[0], side={})[0]
         found = block_of({"outputs": np.asarray(outputs)}, m, r)["outputs"]

@@ -79,12 +79,12 @@ def pipeline_of_blocks() -> Pipeline:
 )
 def test_leaves_share_no_element_and_their_copies_are_whole(make: Callable[[], Pipeline]) -> None:
     pipeline = make()
-    arrays = state_arrays(pipeline.state_struct)
+    arrays = state_arrays(pipeline.states.struct)
     seen = {
         name: np.zeros((like.shape[0], int(np.prod(like.shape[1:]))), bool)
         for name, like in arrays.items()
     }
-    for key, leaf in pipeline.catalog.items():
+    for key, leaf in pipeline.states.catalog.items():
         for copy in leaf.copies:
             counts = [len(span.rows) * (span.stop - span.start) for span in copy]
             assert all(count >= np.prod(leaf.slice_shape()) for count in counts), key
@@ -95,7 +95,7 @@ def test_leaves_share_no_element_and_their_copies_are_whole(make: Callable[[], P
 
 
 def test_a_moment_is_cut_as_its_parameter_is_and_a_count_lies_whole_in_every_row() -> None:
-    catalog = CASES[0].pipeline().catalog
+    catalog = CASES[0].pipeline().states.catalog
     moment, param = (
         catalog[f"{part}/layers/1_Block/Dense_0/kernel"] for part in ("opt_state/0/mu", "params")
     )
@@ -112,7 +112,7 @@ def test_catalogs_have_the_same_leaves_however_a_model_is_cut() -> None:
         for s, z in itertools.product((1, 2), (ZERO, {}))
     ]
     found = [
-        {key: (leaf.shape, leaf.dtype) for key, leaf in case.pipeline().catalog.items()}
+        {key: (leaf.shape, leaf.dtype) for key, leaf in case.pipeline().states.catalog.items()}
         for case in cases
     ]
     assert all(one == found[0] for one in found)

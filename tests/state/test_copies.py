@@ -72,12 +72,12 @@ def params_of(engine: Any) -> Any:
 
 
 def by_init_from(engine: Any, params: Any, collections: Any) -> Any:
-    return engine.pipeline.init_from(params, collections)
+    return engine.pipeline.states.init_from(params, collections)
 
 
 def by_replacing(engine: Any, params: Any, collections: Any) -> Any:
-    state = engine.pipeline.replace_params(engine.state, params)
-    return engine.pipeline.replace_collections(state, collections)
+    state = engine.pipeline.states.replace(engine.state, params=params)
+    return engine.pipeline.states.replace(state, collections=collections)
 
 
 def by_loading(engine: Any, params: Any, collections: Any) -> Any:
@@ -92,7 +92,7 @@ def test_parameters_and_collections(engine: Any, door: Callable[..., Any]) -> No
     state = door(engine, *given)
     overwrite(given)
     assert_equal(engine.pipeline.params_tree(state.params), wanted[0])
-    assert_equal(engine.pipeline.collections_tree(state.collections), wanted[1])
+    assert_equal(engine.pipeline.states.collections_tree(state.collections), wanted[1])
 
 
 @pytest.mark.parametrize("example", [entry(), None], ids=["shapes known", "shapes unknown"])
@@ -110,7 +110,7 @@ def test_batches(data: int) -> None:
     pipeline = Case(model="side", data=data).pipeline()
     batch = Case(model="side", data=data).batch()
     given = aligned(batch)
-    placed = pipeline.place_batch(given)
+    placed = pipeline.batches.place(given)
     overwrite(given)
     assert_equal(tuple(placed), batch)
 

@@ -64,13 +64,13 @@ def test_a_given_tree_is_taken_and_found_again() -> None:
         [LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE), nn.Dense(SIZE)], 2, 2
     )
     given = jax.tree.map(lambda x: x + 1.0, tree)
-    state = pipeline.init_from(given)
+    state = pipeline.states.init_from(given)
     jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(state.params), given)
-    state = pipeline.replace_params(state, tree)
+    state = pipeline.states.replace(state, params=tree)
     jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(state.params), tree)
-    assert jax.tree.structure(state) == jax.tree.structure(pipeline.state_struct)
+    assert jax.tree.structure(state) == jax.tree.structure(pipeline.states.struct)
     for leaf, like in zip(
-        jax.tree.leaves(state), jax.tree.leaves(pipeline.state_struct), strict=True
+        jax.tree.leaves(state), jax.tree.leaves(pipeline.states.struct), strict=True
     ):
         assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype)
         assert leaf.sharding == like.sharding
@@ -79,7 +79,7 @@ def test_a_given_tree_is_taken_and_found_again() -> None:
 def test_trees_of_other_dtypes_are_converted() -> None:
     pipeline, tree = build([LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)])
     for dtype in (np.float64, np.float16, jnp.bfloat16):
-        state = pipeline.init_from(jax.tree.map(lambda x, d=dtype: np.asarray(x, d), tree))
+        state = pipeline.states.init_from(jax.tree.map(lambda x, d=dtype: np.asarray(x, d), tree))
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
 
 
@@ -109,16 +109,16 @@ def spoiled(tree: Any, name: str) -> Any:
 def test_other_trees_are_refused(name: str, match: str) -> None:
     pipeline, tree = build([LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)])
     with pytest.raises(LayerError, match=match):
-        pipeline.init_from(spoiled(tree, name))
+        pipeline.states.init_from(spoiled(tree, name))
     state = pipeline.init()
     with pytest.raises(LayerError, match=match):
-        pipeline.replace_params(state, spoiled(tree, name))
+        pipeline.states.replace(state, params=spoiled(tree, name))
 
 
 def test_parameters_in_boxes_of_flax_are_taken() -> None:
     pipeline, tree = build([LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)])
     boxed = jax.tree.map(lambda x: nn.Partitioned(x, (None,) * x.ndim), tree)
-    states = [pipeline.init_from(given) for given in (tree, boxed)]
+    states = [pipeline.states.init_from(given) for given in (tree, boxed)]
     jax.tree.map(
         np.testing.assert_array_equal, *(pipeline.params_tree(state.params) for state in states)
     )
@@ -131,13 +131,13 @@ def test_complex_values_for_real_parameters_are_refused() -> None:
         LayerError,
         match=rf"layers/0_Dense/bias is complex64\[{SIZE}\], not float32\[{SIZE}\]\. Pass",
     ):
-        pipeline.init_from(tree)
+        pipeline.states.init_from(tree)
 
 
 def test_many_differences_are_counted() -> None:
     pipeline, _ = build([LayerSpec(nn.Dense, SIZE) for _ in range(6)])
     with pytest.raises(LayerError, match=r"got 12 differences: .*; and 4 more\. Pass a tree"):
-        pipeline.init_from({})
+        pipeline.states.init_from({})
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_values_are_those_of_one_device(case: Case, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(HostRows, "__init__", refuse)
     state = pipeline.init()
     jax.tree.map(np.testing.assert_array_equal, pipeline.params_tree(state.params), wanted.params)
-    found = pipeline.collections_tree(state.collections)
+    found = pipeline.states.collections_tree(state.collections)
     jax.tree.map(np.testing.assert_array_equal, found, dict(wanted.collections))
 
 

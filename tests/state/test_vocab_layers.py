@@ -160,8 +160,8 @@ def test_all_stages_hold_equally_many_blocks() -> None:
         4,
         loss_fn=loss,
     )
-    assert [len(cut.trunk) for cut in pipeline.cuts] == [2] * 4
-    assert not any(len(cut.prologue) + len(cut.epilogue) for cut in pipeline.cuts)
+    assert [len(cut.trunk) for cut in pipeline.stage.cuts] == [2] * 4
+    assert not any(len(cut.prologue) + len(cut.epilogue) for cut in pipeline.stage.cuts)
 
 
 def test_logits_of_another_vocabulary() -> None:

@@ -56,7 +56,7 @@ def jobs() -> Iterator[tuple[str, Callable[[], Pipeline]]]:
 
 
 def fingerprint(pipeline: Pipeline) -> str:
-    lowered = pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct)
+    lowered = pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct)
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
 

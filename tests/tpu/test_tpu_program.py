@@ -34,7 +34,7 @@ def compiled(layers: list[Any], kind: str, stages: int, **config: Any) -> jax.st
         *(jaxpipe.mesh_for(module, devices), (tokens, tokens)),
     )
     with without_cache():
-        return pipeline.step.lower(pipeline.state_struct, pipeline.batch_struct).compile()
+        return pipeline.step.lower(pipeline.states.struct, pipeline.batches.struct).compile()
 
 
 def test_exchanges_run_beside_products_and_attention_is_the_hardwares() -> None:

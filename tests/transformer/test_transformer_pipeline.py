@@ -194,7 +194,7 @@ def kept(**given: Any) -> int:
         warnings.filterwarnings("ignore", "No effect: (gelu|normalize)")
         pipeline = Pipeline(module, optax.identity(), mesh, (x, x), 2, make_settings())
     return sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline._stages.residuals)
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pipeline.stage.residuals)
     )
 
 
@@ -223,5 +223,5 @@ def test_a_mesh_without_the_axis_model_divides_no_heads() -> None:
     mesh = make_pipeline_mesh(module.topology())
     pipeline = Pipeline(module, optax.identity(), mesh, (x, x), 2, make_settings(zero_stage=3))
     assert "model" not in str(
-        jax.tree.map(lambda leaf: leaf.sharding.spec, pipeline.state_struct.params)
+        jax.tree.map(lambda leaf: leaf.sharding.spec, pipeline.states.struct.params)
     )
