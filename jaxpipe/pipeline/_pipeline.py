@@ -57,6 +57,7 @@ from jaxpipe.state import (
     Updater,
     VocabLayers,
     from_words,
+    layout_of,
     made_collections,
     made_params,
     make_catalog,
@@ -328,8 +329,9 @@ class Pipeline:
     @property
     def whole_sums_bytes(self) -> int:
         """Additional bytes per device if gradient sums were not divided over `fsdp`."""
-        divided = self._params.grad_layout
-        return self._bytes_beside(divided.cast(whole_along=FSDP), divided)
+        params = self._params
+        whole = layout_of(params.table, lambda row: row.summed, whole_along=FSDP, trained=True)
+        return self._bytes_beside(whole, params.grad_layout)
 
     def _bytes_beside(self, whole: Layout, divided: Layout) -> int:
         """Return the additional bytes per device of the layout `whole` over `divided`."""
