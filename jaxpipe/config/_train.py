@@ -89,9 +89,11 @@ class PipelineConfig(Section):
             residuals of one more microbatch. Most schedules do not become longer, but
             `'zero-bubble-v'` does. `'auto'` enables it on accelerators if the stages are on several
             hosts and the schedule becomes at most 2 % longer. Within one host it gains nothing.
-        router_bias_update_rate: How far each step moves the correction biases of routers of
-            experts: down for experts with more than the mean load of the whole batch, up for the
-            others. This balances experts without a loss, as in DeepSeek-V3 (there 0.001).
+        router_bias_update_rate: How far each step moves the parameters that a layer marks with
+            `jaxpipe.layers.load_bias`: down where the load of the whole batch is positive, up where
+            it is negative. The router biases of `ExpertsConfig(correction_bias=True)` are marked,
+            and their load is the number of tokens above the mean of all experts. This balances
+            experts without a loss, as in DeepSeek-V3 (there 0.001).
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.executor import Stage
 from jaxpipe.layers import device_bytes
-from jaxpipe.state import Layout
+from jaxpipe.state import Layout, layout_of
 from jaxpipe.topology import FSDP
 
 
@@ -45,8 +45,9 @@ class Sizes:
     @property
     def whole_sums_bytes(self) -> int:
         """Additional bytes per device if gradient sums were not divided over `fsdp`."""
-        divided = self.stage.params.grad_layout
-        return self._bytes_beside(divided.cast(whole_along=FSDP), divided)
+        params = self.stage.params
+        whole = layout_of(params.table, lambda row: row.summed, whole_along=FSDP, trained=True)
+        return self._bytes_beside(whole, params.grad_layout)
 
     def _bytes_beside(self, whole: Layout, divided: Layout) -> int:
         """Return the additional bytes per device of the layout `whole` over `divided`."""

@@ -202,7 +202,7 @@ class Candidate:
         trace = self._trace
         program = plan.program
         mesh = trace.mesh
-        moments = layout_bytes(params.master_layout.cast(frozen=False), mesh) * job.optimizer_share
+        moments = layout_bytes(params.trained_layout, mesh) * job.optimizer_share
         masters = (layout_bytes(params.master_layout, mesh) + moments) / self._zero
         weights = layout_bytes(params.layout, mesh)
         section = plan.config.pipeline
@@ -231,7 +231,7 @@ class Candidate:
         layers = self._job.costs.layers
         mesh = self._trace.mesh
         num_chunks = program.num_chunks
-        trunk_names = set(params.trunk_names)
+        trunk_names = params.stages[0].trunk
         struct = params.at_rest.struct().stacked
         spec = params.at_rest.spec().stacked
         sizes = {name: math.prod(_shard(mesh, spec[name], struct[name].shape)) for name in struct}

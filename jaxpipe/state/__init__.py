@@ -23,6 +23,7 @@ from ._params import (
     ModelParams,
     check_collections,
     grad_accum_struct,
+    layout_of,
     mean_over_replicas,
 )
 from ._state import TrainState, state_specs

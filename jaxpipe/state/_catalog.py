@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._typing import PyTree
 from jaxpipe.layers import join_path
 from jaxpipe.optim import leaf_paths
 
@@ -117,7 +117,6 @@ def make_catalog(
 ) -> Catalog:
     """Make the catalog: keys `params/<path>`, `opt_state/<path>` and `collections/<path>`."""
     master = sharding.master
-    names = [{path: name for name, path in leaves.paths.items()} for leaves in params.stages]
     drafts: dict[str, _Draft] = {}
 
     def add(
@@ -125,10 +124,9 @@ def make_catalog(
         struct: Any,
         stage: int,
         spans: Sequence[Span],
-        path: Path | None,
+        stage_dim: int | None = None,
         blocks: Grid = (),
     ) -> None:
-        stage_dim = None if path is None else params.stage_dims.get(path)
         # NumPy and files have no dtype for PRNG keys, so keys are catalogued as their words.
         words = as_words(struct)
         # A leaf is added once for each stage that stores it: a tied leaf as another copy, a sliced
@@ -138,16 +136,18 @@ def make_catalog(
         )
         draft.add(stage, spans)
 
-    for stage, leaves in enumerate(params.stages):
-        for name, path in leaves.paths.items():
+    for stage, leaves in enumerate(params.table):
+        for name, row in leaves.items():
             shard_kind = master.shard_kind_of(stage, name)
             blocks = master.block_counts(name)
             spans = _spans(
                 "params", master.shards, shard_kind, name, master.rows_of(shard_kind), blocks
             )
-            add(join_path(("params", *path)), params.struct[path], stage, spans, path, blocks)
+            key = join_path(("params", *row.path))
+            add(key, row.master, stage, spans, row.stage_dim, blocks)
     state = updater.whole_struct()
     whole = dict(zip(opt_state_keys(state), jax.tree.leaves(state), strict=True))
+    by_path = [{row.path: row for row in leaves.values()} for leaves in params.table]
     for shard_kind, stage in enumerate(master.stages_of_shard_kinds):
         for group, layout, name, label, path in updater.leaves(shard_kind):
             key = f"opt_state/{label}"
@@ -156,17 +156,18 @@ def make_catalog(
             rows = master.rows_of(shard_kind)
             # State with its parameter's shape, such as a moment, is cut like the parameter: the
             # shards hold pieces of one copy.
-            if path is not None and struct.shape == params.struct[path].shape:
-                blocks = master.block_counts(names[stage][path])
+            row = by_path[stage][path] if path else None
+            if row and struct.shape == row.master.shape:
+                blocks = master.block_counts(row.name)
                 spans = _spans(field, layout, shard_kind, name, rows, blocks)
-                add(key, struct, stage, spans, path, blocks)
+                add(key, struct, stage, spans, row.stage_dim, blocks)
                 continue
             # Other state, such as a step count, is complete in every shard.
-            for row in rows:
-                add(key, struct, stage, _spans(field, layout, shard_kind, name, (row,)), None)
+            for number in rows:
+                add(key, struct, stage, _spans(field, layout, shard_kind, name, (number,)))
     for stage, name, path in collections.leaves():
         spans = _spans("collections", collections.layout, stage, name, (stage,))
-        add(join_path(("collections", *path)), collections.struct[path], stage, spans, None)
+        add(join_path(("collections", *path)), collections.struct[path], stage, spans)
     return {key: draft.finished() for key, draft in drafts.items()}
 
 

@@ -12,7 +12,7 @@ leaves of the same shape and sharding on other stages, one leaf per stage.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-
-from jaxpipe.jaxpr import spec_without
 
 Specs = Mapping[str, P]
 """Shardings over automatic axes by name, for the leaves that have one.
@@ -127,32 +125,6 @@ class Layout:
                 self.buffers[slots[name].buffer] = jax.ShapeDtypeStruct(shape, like.dtype)
                 self._buffer_specs[slots[name].buffer] = spec
         return slots
-
-    def cast(
-        self,
-        change: Callable[[str, Any], Any] = lambda _, leaf: leaf,
-        *,
-        whole_along: str | None = None,
-        frozen: bool = True,
-    ) -> "Layout":
-        """Make the layout of the same leaves in the dtypes that `change(name, leaf)` returns."""
-        # The leaves that stay keep their offsets, because frozen ones have separate buffers.
-        left_out = frozenset[str]() if frozen else self.frozen
-        stages = [
-            {name: change(name, self.struct_of(s, name)) for name in names if name not in left_out}
-            for s, names in enumerate(self._names)
-        ]
-        # A leaf that had a sharding keeps its dims, even if no axis is left.
-        specs = [
-            {
-                # No leaf is sharded over the automatic axis `whole_along`.
-                name: spec_without(spec, whole_along)
-                for name, spec in of_stage.items()
-                if name not in left_out
-            }
-            for of_stage in self._specs
-        ]
-        return Layout(stages, specs=specs, frozen=self.frozen - left_out)
 
     def renamed_buffers(self, other: "Layout") -> Mapping[str, str] | None:
         """Map the buffers to those of a layout with the same leaves. None: they differ."""

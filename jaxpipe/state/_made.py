@@ -35,13 +35,11 @@ def made_params(params: ModelParams, trace: ModelTrace, master: ShardLayout, row
     """List the parameters that layers make; `rows` shards the rows of the global arrays."""
     # A tied parameter is made by the first layer that holds it, on every stage that holds it.
     owners = trace.owners()
-    dims = params.stage_dims
     shard_kinds = []
     for shard_kind, stage in enumerate(master.stages_of_shard_kinds):
-        paths = params.stages[stage].paths
-        names = ((name, paths[name]) for name in master.shards.names(shard_kind))
+        leaves = [params.table[stage][name] for name in master.shards.names(shard_kind)]
         shard_kinds.append(
-            tuple(MadeLeaf(name, *owners[path], dims.get(path)) for name, path in names)
+            tuple(MadeLeaf(leaf.name, *owners[leaf.path], leaf.stage_dim) for leaf in leaves)
         )
     return MadeField("params", master, rows, tuple(shard_kinds))
 

@@ -1,6 +1,6 @@
 """Names and layouts of the leaves of all stages: parameters, and the layers' collections."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.errors import LayerError
+from jaxpipe.jaxpr import spec_without
 from jaxpipe.layers import (
     ModelTrace,
     NamedLayer,
@@ -24,7 +25,7 @@ from jaxpipe.layers import (
 from jaxpipe.schedules import Placement
 from jaxpipe.topology import FSDP, axes_length, sum_over
 
-from ._layout import Layout, Specs, Storage
+from ._layout import Layout, Storage
 from ._vocab_layers import StageCut, VocabLayers, slice_struct
 
 
@@ -57,6 +58,62 @@ class StageLeaves:
         return {**self.off_trunk, **self.trunk}
 
 
+@dataclass(frozen=True)
+class StageParam:
+    """One parameter on one of the stages that hold it.
+
+    Attributes:
+        stage_dim: The dim that is sliced over the stages, or None. The shapes are those of a slice.
+        spec: Sharding over automatic axes, or None.
+        holders: Stages that hold copies of it off the trunk. Slices are not copies.
+        is_trained: Whether this stage trains it.
+        is_frozen: Whether no stage trains the leaf of this name. A leaf of the trunk is only frozen
+            if no virtual stage trains it, because the trunk is one program.
+        is_load_bias: Whether a load moves it; see `load_bias`.
+        master: Shape and dtype between steps. Without masters, and if frozen, it is `computed`.
+        computed: Shape and dtype in which the layers compute.
+        summed: Shape and dtype of the sum of its gradients.
+    """
+
+    name: str
+    path: Path
+    stage_dim: int | None
+    spec: P | None
+    holders: tuple[int, ...]
+    is_trained: bool
+    is_frozen: bool
+    is_load_bias: bool
+    master: jax.ShapeDtypeStruct
+    computed: jax.ShapeDtypeStruct
+    summed: jax.ShapeDtypeStruct
+
+
+Table = Sequence[Mapping[str, StageParam]]
+"""For each stage its parameters, by name."""
+
+
+def layout_of(
+    table: Table,
+    dtype: Callable[[StageParam], jax.ShapeDtypeStruct],
+    *,
+    whole_along: str | None = None,
+    trained: bool = False,
+) -> Layout:
+    """Lay out all parameters, or all but frozen ones, in one of a row's dtypes."""
+    # No leaf is sharded over the automatic axis `whole_along`. A leaf that had a sharding keeps its
+    # dims, even if no axis is left. Frozen leaves have separate buffers, so the others have the
+    # same offsets without them.
+    rows = [[row for row in stage.values() if not (trained and row.is_frozen)] for stage in table]
+    return Layout(
+        [{row.name: dtype(row) for row in stage} for stage in rows],
+        specs=[
+            {row.name: spec_without(row.spec, whole_along) for row in stage if row.spec is not None}
+            for stage in rows
+        ],
+        frozen=[row.name for stage in rows for row in stage if row.is_frozen],
+    )
+
+
 class ModelParams:
     """Names and layouts of a model's parameters.
 
@@ -68,28 +125,32 @@ class ModelParams:
     that layers compute with are whole along `fsdp` for the whole step.
 
     Attributes:
+        table: A row for each parameter of each stage. All else follows from it.
         struct: Shapes and dtypes of the master parameters by path in the model's tree. Parameters
             that are sliced over the stages have the shape of a slice.
         trained: Shapes and dtypes of the trained parameters by path.
         frozen: Names of leaves that no stage trains. They are stored in the dtype that the layers
-            compute in. A leaf of the trunk is only frozen if no virtual stage trains it, because
-            the trunk is one program.
-        partly_frozen: Names of other leaves that some stage has frozen, with a flag for each stage.
+            compute in.
+        partly_frozen: Names in the trunk that some stages train, with a flag for each stage:
+            whether it has the parameter frozen.
+        tied: Trained parameters that several stages hold, each with these stages. The first stage
+            owns the parameter.
         trained_paths: For each stage the paths of the trained parameters, by name.
         master_layout: Layout of the master parameters, which are stored between steps, in float32
             in mixed precision. It includes frozen parameters.
-        layout: Layout during a step of the parameters that the layers compute with.
-        gathered: Layout of these parameters while layers run: whole along `fsdp`.
-        at_rest: Layout of these parameters, divided like the master parameters.
+        trained_layout: The same without frozen parameters.
+        at_rest: Layout of the parameters in the compute dtype, divided like the master parameters.
+        gathered: Layout of the parameters while layers run: whole along `fsdp`.
+        layout: Layout during a step of the parameters that the layers compute with: `gathered` with
+            `gather`, otherwise `at_rest`.
         grad_layout: Layout of the gradient sums, without frozen parameters. The leaves of all
             layouts have the same order.
         grad_dtypes: For each packed buffer of `grad_layout` the dtype of its leaves' gradients:
             the dtype of the parameters, or of the sums if the parameters' dtypes differ.
-        tied: Trained parameters that several stages hold, each with these stages. The first stage
-            owns the parameter.
         load_biases: Names of the parameters that a load moves; see `load_bias`.
-        stage_dims: The dims along which parameters are sliced over the stages, by path.
         vocab_names: Names of the trained parameters of vocabulary-parallel layers.
+        stacked_off_trunk: Names of trained parameters of prologues and epilogue that every stage
+            holds, such as those of a layer that is tied on all stages.
     """
 
     def __init__(
@@ -105,88 +166,46 @@ class ModelParams:
         trains: bool = True,
     ) -> None:
         paths = [paths.paths for paths in trace.paths]
-        self.stages: tuple[StageLeaves, ...] = name_leaves(paths, cuts, placement, vocab.layers)
-        self.stage_dims = vocab.dims
-        # Updates are small compared with the weights: added in bfloat16, with 8 bits of precision,
-        # most of them would be rounded away.
-        master_dtype = (
-            np.promote_types(dtype, np.float32) if trains and dtype is not None else dtype
-        )
-        self.frozen = _frozen_names(self.stages, trace.frozen)
-        is_kept = {
-            path: name in self.frozen for stage in self.stages for name, path in stage.paths.items()
+        self.stages = name_leaves(paths, cuts, placement, vocab.layers)
+        self.table = _table_of(self.stages, trace, vocab, dtype, grad_dtype, trains=trains)
+        self.master_layout = layout_of(self.table, lambda row: row.master)
+        self.trained_layout = layout_of(self.table, lambda row: row.master, trained=True)
+        self.at_rest = layout_of(self.table, lambda row: row.computed)
+        self.gathered = layout_of(self.table, lambda row: row.computed, whole_along=FSDP)
+        self.layout = self.gathered if gather else self.at_rest
+        self.grad_layout = layout_of(self.table, lambda row: row.summed, trained=True)
+        self.grad_dtypes = _packed_dtypes(self.grad_layout, self.gathered)
+        rows = [row for stage in self.table for row in stage.values()]
+        self.frozen = frozenset(row.name for row in rows if row.is_frozen)
+        self.partly_frozen = {
+            row.name: tuple(not stage[row.name].is_trained for stage in self.table)
+            for row in rows
+            if not row.is_trained and not row.is_frozen
         }
-        struct = {
-            path: cast_floats(
-                slice_struct(leaf, vocab.dims.get(path), placement.num_stages),
-                # Nothing casts a parameter that a load moves.
-                None if path in trace.load_biases else dtype if is_kept[path] else master_dtype,
-            )
-            for path, leaf in flatten_dict(trace.tree()).items()
+        self.tied = {
+            row.name: row.holders for row in rows if len(row.holders) > 1 and not row.is_frozen
         }
-        self.struct: Mapping[Path, jax.ShapeDtypeStruct] = struct
-        self.trained: Mapping[Path, jax.ShapeDtypeStruct] = {
-            path: leaf for path, leaf in struct.items() if path not in trace.frozen
-        }
-        self.partly_frozen: Mapping[str, tuple[bool, ...]] = {
-            name: tuple(stage.trunk[name] in trace.frozen for stage in self.stages)
-            for name in self.stages[0].trunk
-            if name not in self.frozen
-            and any(stage.trunk[name] in trace.frozen for stage in self.stages)
-        }
-        self.trained_paths: tuple[Mapping[str, Path], ...] = tuple(
-            {name: path for name, path in stage.paths.items() if path not in trace.frozen}
-            for stage in self.stages
-        )
-        structs = [
-            {name: struct[path] for name, path in stage.paths.items()} for stage in self.stages
-        ]
-        specs = trace.tree_specs()
-        self.master_layout = Layout(
-            structs, specs=[specs_of(stage, specs) for stage in self.stages], frozen=self.frozen
-        )
-        self.load_biases = frozenset(
+        first = self.stages[0]
+        self.vocab_names = [n for n in first.names_of(vocab.layers) if n not in self.frozen]
+        ends = {
             name
             for stage in self.stages
-            for name, path in stage.paths.items()
-            if path in trace.load_biases
-        )
-        self.at_rest = self.master_layout.cast(
-            lambda name, leaf: leaf if name in self.load_biases else cast_floats(leaf, dtype)
-        )
-        self.gathered = self.at_rest.cast(whole_along=FSDP)
-        self.layout = self.gathered if gather else self.at_rest
-        self.grad_layout = self.at_rest.cast(
-            lambda name, leaf: (
-                leaf if name in self.load_biases else grad_accum_struct(leaf, grad_dtype)
-            ),
-            frozen=False,
-        )
-        self.grad_dtypes = _packed_dtypes(self.grad_layout, self.gathered)
-        self.trunk_names = tuple(self.stages[0].trunk)
-        """Names of the trunk's parameters, chunk after chunk, in the same order in each chunk."""
-        self.vocab_names = tuple(
-            n for n in self.stages[0].names_of(vocab.layers) if n not in self.frozen
-        )
-        others = {
-            n
-            for stage in self.stages
-            for n in stage.names_of([i for i in stage.layers if i not in vocab.layers])
+            for index, names in stage.layers.items()
+            if index not in vocab.layers
+            for name in names.values()
         }
-        self.stacked_off_trunk = tuple(
-            n for n in self.grad_layout.stacked if n in others and n not in self.stages[0].trunk
+        self.stacked_off_trunk = [
+            name for name in self.grad_layout.stacked if name in ends and name not in first.trunk
+        ]
+        self.load_biases = frozenset(row.name for row in rows if row.is_load_bias)
+        # In the order of the model's tree.
+        by_path = {row.path: row for row in rows}
+        ordered = [by_path[path] for path in flatten_dict(trace.tree())]
+        self.struct = {row.path: row.master for row in ordered}
+        self.trained = {row.path: row.master for row in ordered if row.is_trained}
+        self.trained_paths = tuple(
+            {row.name: row.path for row in stage.values() if row.is_trained} for stage in self.table
         )
-        """Names of trained parameters of prologues and epilogue that every stage holds.
-
-        An example is a layer that is tied on all stages.
-        """
-        holders: dict[str, list[int]] = {}
-        for s, stage in enumerate(self.stages):
-            for name, path in stage.off_trunk.items():
-                # Slices of a parameter have the same name on all stages too, but are not copies.
-                if path not in vocab.dims and name not in self.frozen:
-                    holders.setdefault(name, []).append(s)
-        self.tied = {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
     def frozen_in(self, stage: int, index: int) -> frozenset[Path]:
         """Return the paths inside a stage's layer of the leaves that are frozen on all stages."""
@@ -211,7 +230,7 @@ class ModelCollections:
         self.struct: Mapping[Path, Any] = {
             p[at]: flat[i][at] for i, p in enumerate(paths) for at in p
         }
-        specs = {
+        specs: dict[Path, P] = {
             p[at]: spec
             for i, p in enumerate(paths)
             for at, spec in trace.collection_specs[i].items()
@@ -219,7 +238,10 @@ class ModelCollections:
         self._stages = name_leaves(paths, cuts, placement)
         self.layout = Layout(
             [{n: self.struct[path] for n, path in stage.paths.items()} for stage in self._stages],
-            specs=[specs_of(stage, specs) for stage in self._stages],
+            specs=[
+                {n: specs[path] for n, path in stage.paths.items() if path in specs}
+                for stage in self._stages
+            ],
         )
 
     def leaves(self) -> Iterator[tuple[int, str, Path]]:
@@ -257,6 +279,48 @@ class ModelCollections:
         return self.layout.put(stage, storage, changed)
 
 
+def _table_of(
+    stages: Sequence[StageLeaves],
+    trace: ModelTrace,
+    vocab: VocabLayers,
+    dtype: Any,
+    grad_dtype: Any,
+    *,
+    trains: bool,
+) -> Table:
+    # Updates are small compared with the weights: added in bfloat16, with 8 bits of precision, most
+    # of them would be rounded away.
+    master_dtype = np.promote_types(dtype, np.float32) if trains and dtype is not None else dtype
+    made = flatten_dict(trace.tree())
+    specs = trace.tree_specs()
+    frozen = _frozen_names(stages, trace.frozen)
+
+    def row(name: str, path: Path) -> StageParam:
+        is_load_bias = path in trace.load_biases
+        dim = vocab.dims.get(path)
+        leaf = slice_struct(made[path], dim, len(stages))
+        # Nothing casts a parameter that a load moves.
+        computed = leaf if is_load_bias else cast_floats(leaf, dtype)
+        master = computed if is_load_bias or name in frozen else cast_floats(leaf, master_dtype)
+        summed = computed if is_load_bias else grad_accum_struct(computed, grad_dtype)
+        holders = [s for s, stage in enumerate(stages) if dim is None and name in stage.off_trunk]
+        return StageParam(
+            name,
+            path,
+            dim,
+            specs.get(path),
+            tuple(holders),
+            path not in trace.frozen,
+            name in frozen,
+            is_load_bias,
+            master,
+            computed,
+            summed,
+        )
+
+    return [{name: row(name, path) for name, path in stage.paths.items()} for stage in stages]
+
+
 def _frozen_names(stages: Sequence[StageLeaves], frozen: Collection[Path]) -> frozenset[str]:
     """Return the names that no stage trains, and in the trunk no chunk: chunks share a program."""
 
@@ -282,11 +346,6 @@ def _packed_dtypes(layout: Layout, other: Layout) -> Mapping[str, Any]:
         buffer: next(iter(dtypes)) if len(dtypes) == 1 else layout.buffers[buffer].dtype
         for buffer, dtypes in found.items()
     }
-
-
-def specs_of(stage: StageLeaves, specs: Mapping[Path, P]) -> Specs:
-    """Select the shardings of a stage's leaves by name, from the model's shardings by path."""
-    return {name: specs[path] for name, path in stage.paths.items() if path in specs}
 
 
 def grad_accum_struct(leaf: Any, grad_dtype: Any = None) -> Any:

@@ -57,7 +57,7 @@ class Updater:
         shard_kinds = range(shards.num_stages)
         # A trunk that is not stacked, for example because whole leaves are distributed over the
         # replicas, is updated with the other parameters.
-        self._trunk_names = tuple(name for name in params.trunk_names if name in shards.stacked)
+        self._trunk_names = tuple(name for name in params.stages[0].trunk if name in shards.stacked)
         trace = trace_optimizer(optimizer, unflatten_dict(params.trained))
         is_apart = len(shard_kinds) > 1 or 0 < len(self._trunk_names) < len(params.trained)
         if is_apart:

@@ -385,7 +385,7 @@ def zero_sharding(
     """Choose how parameters are cut; `num_shards` is 1, or the size of `data` with ZeRO-1."""
     layouts = (
         params.master_layout,
-        params.master_layout.cast(frozen=False),
+        params.trained_layout,
         params.layout,
         params.grad_layout,
     )

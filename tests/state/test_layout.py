@@ -70,19 +70,6 @@ def test_leaves_that_are_left_out_are_packed_as_zeros() -> None:
     )
 
 
-def test_a_layout_in_another_dtype_has_the_same_leaves_in_the_same_order() -> None:
-    layout = Layout([struct(stage) for stage in stages()])
-    half = layout.cast(
-        lambda _, like: like.update(dtype=jnp.float16) if like.dtype == jnp.float32 else like
-    )
-    assert {name: like.shape for name, like in half.buffers.items()} == {
-        "float16": (10,),
-        "int32": (1,),
-    }
-    assert [half.names(stage) for stage in range(3)] == [layout.names(stage) for stage in range(3)]
-    assert half.struct_of(2, "last") == jax.ShapeDtypeStruct((5, 2), jnp.float16)
-
-
 def test_sharded_leaves_keep_their_dims_and_share_an_array_with_their_like_on_other_stages() -> (
     None
 ):

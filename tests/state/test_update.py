@@ -76,7 +76,7 @@ def shardings() -> dict[str, ShardLayout]:
 
 def test_names_in_trunk_and_off_it() -> None:
     params = model().params
-    assert params.trunk_names == (
+    assert tuple(params.stages[0].trunk) == (
         "trunk/0/0/bias",
         "trunk/0/0/kernel",
         "trunk/0/1/bias",
@@ -87,7 +87,7 @@ def test_names_in_trunk_and_off_it() -> None:
         ["layers/5_Dense/bias", "layers/5_Dense/kernel"],
     ]
     assert params.stages[1].trunk["trunk/0/0/kernel"] == ("layers", "3_Dense", "kernel")
-    assert (params.tied, params.stacked_off_trunk, params.vocab_names) == ({}, (), ())
+    assert (params.tied, params.stacked_off_trunk, params.vocab_names) == ({}, [], [])
 
 
 @pytest.mark.parametrize(

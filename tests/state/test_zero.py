@@ -102,7 +102,7 @@ def test_replicas_keep_the_pieces_of_their_index_and_zeros_behind_them() -> None
 
 
 def test_layers_compute_with_parameters_cast_from_the_master_ones() -> None:
-    compute = LAYOUT.cast(lambda _, like: jax.ShapeDtypeStruct(like.shape, jnp.bfloat16))
+    compute = Layout(jax.tree.map(lambda like: like.update(dtype=jnp.bfloat16), STAGES))
     sharding = ZeroSharding(*map(Replicated, (LAYOUT, LAYOUT, compute, LAYOUT)))
     given = [filled(LAYOUT, 0, {"every": 1 + 2**-12, "first": 2.0, "scale": 3.0})]
     (found,) = on_devices(
