@@ -3,9 +3,11 @@
 `"auto"` chooses from them, and `jaxpipe plan` shows them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpipe.config import PipelineConfig, unless_auto
 from jaxpipe.errors import PartitionError, ScheduleError
@@ -33,11 +35,15 @@ class Asked:
         num_chunks: Numbers of chunks. None: those that the schedules and the cut support.
         max_pending: The most pending weight gradients. None: the schedule's own number, or as many
             as fit.
+        partitions: Partition methods or boundaries. Empty: the method of the job's model.
+        recompute: Layers per recomputed group, 0 for none. Empty: those of the job's model.
     """
 
     schedules: tuple[str, ...]
     num_chunks: tuple[int, ...] | None
     max_pending: int | None
+    partitions: tuple[str | tuple[int, ...], ...] = ()
+    recompute: tuple[int, ...] = ()
 
     @staticmethod
     def of(section: PipelineConfig) -> "Asked":
@@ -68,6 +74,28 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
     A candidate with split backwards that does not fit is followed by a second one, limited to as
     many pending weight gradients as fit.
     """
+    found = dict[tuple[Any, ...], Forecast]()
+    errors = list[PartitionError | ScheduleError]()
+    for interval in asked.recompute or (job.module.activation_checkpoint_interval,):
+        counted = job.counted.recomputing(interval)
+        for method in asked.partitions or (job.module.partition_method,):
+            module = counted.module.replace(partition_method=method)
+            try:
+                some = _of_method(dataclasses.replace(job, module=module, counted=counted), asked)
+            except (PartitionError, ScheduleError) as error:
+                errors.append(error)
+                continue
+            # Two methods may give the same cut, which is then listed once.
+            for one in some:
+                key = one.recompute, one.schedule, one.boundaries, one.max_pending
+                found.setdefault(key, one)
+    if not found:
+        raise errors[0]
+    return list(found.values())
+
+
+def _of_method(job: Job, asked: Asked) -> list[Forecast]:
+    """Evaluate the candidates with the partition method and the recompute of the job's model."""
     found = list[Forecast]()
     errors = list[PartitionError]()
 
