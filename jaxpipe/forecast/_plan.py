@@ -104,7 +104,7 @@ def plan(  # noqa: PLR0913  # one argument for each choice
         ConfigError: An argument or the configuration is wrong, or the hardware is unknown.
         TopologyError: The stages and places do not divide the devices.
         DataError: The example does not fit the configuration.
-        LayerError: Layers do not fit together or cannot be traced.
+        LayerError: Layers do not fit together or cannot be job.
         PartitionError: None of the requested cuts exists.
         ScheduleError: A schedule is unknown, or none supports the requested number of chunks.
 
@@ -137,17 +137,17 @@ def plan(  # noqa: PLR0913  # one argument for each choice
     )
     asked = _asked(request, schedules, num_chunks, partition, recompute)
     found = request.forecasts(asked)
-    traced = request.prepared.traced
+    job = request.prepared.job
     listed = tuple(_alternatives(request, asked, found)) if alternatives else ()
     advice = _advice(request, found, listed or _alternatives(request, asked, found))
     step_plan = StepPlan(
         hardware=chosen_hardware,
         num_devices=count,
-        axes={str(name): size for name, size in traced.mesh.shape.items()},
+        axes={str(name): size for name, size in job.mesh.shape.items()},
         limit_bytes=request.limit_bytes,
-        num_microbatches=request.prepared.num_microbatches,
-        microbatch_size=traced.microbatch_size,
-        num_params=traced.trace.total_params,
+        num_microbatches=request.prepared.job.num_microbatches,
+        microbatch_size=job.microbatch_size,
+        num_params=job.trace.total_params,
         candidates=tuple(found),
         best=found[0] if found[0].fits else None,
         alternatives=listed,
@@ -184,7 +184,7 @@ def _asked(
     recompute: Sequence[int] | None,
 ) -> Asked:
     """Return the candidates that the user requests, or that the job leaves open."""
-    module = request.prepared.traced.module
+    module = request.prepared.job.module
     section = request.prepared.config.pipeline
     names = _listed("schedules", schedules)
     if names is None:
@@ -252,7 +252,7 @@ def _advice(request: PlanRequest, found: Sequence[Forecast], others: Iterable[Al
     if not large:
         return ""
     limit = request.limit_bytes
-    traced = request.prepared.traced
+    job = request.prepared.job
     worst = max(large, key=lambda one: one.memory.total)
     begin = (
         f"{len(large)} of {len(found)} do not fit {limit / 1e9:.0f} GB; {worst.label} needs "
@@ -275,13 +275,13 @@ def _advice(request: PlanRequest, found: Sequence[Forecast], others: Iterable[Al
     without_rings = least.memory.weights + least.memory.masters + least.memory.gradient_sums
     factor = math.ceil(least.memory.total / limit)
     more = (
-        f"Use about {factor * traced.module.num_stages} stages on "
-        f"{factor * traced.mesh.devices.size} devices"
+        f"Use about {factor * job.module.num_stages} stages on "
+        f"{factor * job.mesh.devices.size} devices"
     )
-    if without_rings <= limit and traced.microbatch_size > 1:
+    if without_rings <= limit and job.microbatch_size > 1:
         more = (
             "Use smaller microbatches (train_micro_batch_size_per_gpu below "
-            f"{traced.microbatch_size}), or {more[4:]}"
+            f"{job.microbatch_size}), or {more[4:]}"
         )
     elif without_rings > limit:
         more += (
@@ -331,7 +331,7 @@ def _changes(request: PlanRequest, *, recomputes: bool) -> Iterator[_Change]:
     if recomputes:
         words = "pipeline.activation_checkpoint_interval=1 (recompute each layer)"
         yield _Change(words, lambda: request)
-    if num_batch_shards(request.prepared.traced.mesh) > 1:
+    if num_batch_shards(request.prepared.job.mesh) > 1:
         for stage in range(config.zero_optimization.stage + 1, 4):
             zero = dataclasses.replace(config.zero_optimization, stage=stage)
             made = functools.partial(_configured, request, zero_optimization=zero)
@@ -341,8 +341,8 @@ def _changes(request: PlanRequest, *, recomputes: bool) -> Iterator[_Change]:
 
 def _other_axes(request: PlanRequest) -> Iterator[_Change]:
     """Yield changes of the mesh, with as many samples per step."""
-    mesh = request.prepared.traced.mesh
-    count = request.prepared.num_microbatches
+    mesh = request.prepared.job.mesh
+    count = request.prepared.job.num_microbatches
     num_stages = request.model.num_stages
     # New axes and stages use devices of replicas, but not those of an axis that the user requested.
     free = num_batch_shards(mesh) // request.places.get(FSDP, 1)
@@ -381,9 +381,9 @@ def _configured(request: PlanRequest, **settings: Any) -> PlanRequest:
 
 def _beside(request: PlanRequest) -> str:
     """Describe the memory of the communicators."""
-    found = communicators(request.prepared.traced.mesh)
+    found = communicators(request.prepared.job.mesh)
     each = request.hardware.communicator_bytes
-    if not found or not each or request.prepared.traced.config.pipeline.memory_limit_gb != "auto":
+    if not found or not each or request.prepared.job.config.pipeline.memory_limit_gb != "auto":
         return ""
     return (
         f", less {each / 1e9:.1f} GB for each communicator of NCCL, of {', '.join(found)}: an "
@@ -413,17 +413,17 @@ def _assumptions(request: PlanRequest) -> tuple[str, ...]:
         "MFU counts three times the operations of the forward, and of attention the part that its "
         "mask leaves; MFU whole counts the full square of scores, as most published figures do",
     ]
-    if request.prepared.traced.split_note:
-        found.append(request.prepared.traced.split_note)
+    if request.prepared.job.split_note:
+        found.append(request.prepared.job.split_note)
     if request.optimizer is None and request.prepared.config.optimizer is None:
         found.append(
             "the optimiser is AdamW, because neither the call nor the configuration names one"
         )
-    if request.prepared.traced.mesh.shape.get("fsdp", 1) > 1:
+    if request.prepared.job.mesh.shape.get("fsdp", 1) > 1:
         found.append(
             "gathers of weights over fsdp overlap matrix products, as far as these take as long"
         )
-    if request.prepared.traced.config.pipeline.offload_activations:
+    if request.prepared.job.config.pipeline.offload_activations:
         found.append(
             "residuals are in host memory, and computation hides their copies completely, whatever "
             "their size"

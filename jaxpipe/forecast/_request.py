@@ -17,7 +17,16 @@ from jaxpipe.errors import TopologyError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import check_leafwise, trace_optimizer
 from jaxpipe.pipeline import ConfigLike, Pipeline, entry_struct, prepare, trace_model
-from jaxpipe.planner import Asked, Forecast, Hardware, Job, Traced, candidates, ranked, usable_bytes
+from jaxpipe.planner import (
+    Asked,
+    Forecast,
+    Hardware,
+    Job,
+    candidates,
+    ranked,
+    usable_bytes,
+    with_schedule,
+)
 from jaxpipe.recompute import RecomputeSettings, settings_for, use_settings
 from jaxpipe.topology import (
     MANUAL_AXES,
@@ -38,8 +47,7 @@ class Prepared(NamedTuple):
         config: The configuration as it was read.
         module: The model with the settings of the configuration.
         mesh: The mesh, before ZeRO 2 and 3 turn `data` into `fsdp`.
-        traced: The traced model, with the decision about splitting the vocabulary.
-        num_microbatches: Microbatches per step.
+        job: The traced model, with the decision about splitting the vocabulary.
         of_one: Shapes of an entry for one replica.
         recompute: Settings of the section `activation_checkpointing`.
     """
@@ -47,8 +55,7 @@ class Prepared(NamedTuple):
     config: TrainConfig
     module: PipelineModule
     mesh: Mesh
-    traced: Traced
-    num_microbatches: int
+    job: Job
     of_one: PyTree
     recompute: RecomputeSettings
 
@@ -88,17 +95,15 @@ class PlanRequest:
         num_microbatches = sizes.gradient_accumulation_steps
         recompute = settings_for(config, mesh)
         with use_settings(recompute, mesh):
-            traced = trace_model(
-                module, mesh, entry, config, num_microbatches, chosen.transformation
-            )
-            trace = traced.trace
+            job = trace_model(module, mesh, entry, config, num_microbatches, chosen.transformation)
+            trace = job.trace
             # Evaluated only for its errors: without labels the loss is not counted.
             outputs = trace.boundaries[-1]
-            labels = traced.microbatch.labels
-            trace.on_mesh(lambda: jax.eval_shape(traced.module.loss_terms, outputs, labels))
+            labels = job.microbatch.labels
+            trace.on_mesh(lambda: jax.eval_shape(job.module.loss_terms, outputs, labels))
         if self.optimizer is not None and module.num_stages > 1:
             check_leafwise(trace_optimizer(self.optimizer, trace.tree()))
-        return Prepared(config, module, mesh, traced, num_microbatches, of_one, recompute)
+        return Prepared(config, module, mesh, job, of_one, recompute)
 
     def _mesh(self, devices: Sequence[Any]) -> Mesh:
         topology = _topology(self.model, self.num_devices, self.places)
@@ -107,50 +112,34 @@ class PlanRequest:
     @property
     def limit_bytes(self) -> float:
         """Bytes that training may use on a device."""
-        traced = self.prepared.traced
-        limit = unless_auto(traced.config.pipeline.memory_limit_gb)
-        return usable_bytes(self.hardware, traced.mesh) if limit is None else limit * 1e9
+        job = self.prepared.job
+        limit = unless_auto(job.config.pipeline.memory_limit_gb)
+        return usable_bytes(self.hardware, job.mesh) if limit is None else limit * 1e9
 
     def forecasts(self, asked: Asked) -> list[Forecast]:
         """Return the forecasts of all requested candidates, the best first."""
         made = self.prepared
-        traced = made.traced
-        job = Job(
-            traced.module,
-            traced.trace,
-            traced.mesh,
-            traced.counted,
-            made.num_microbatches,
-            traced.config,
-            traced.optimizer,
-            self.hardware,
-            self.limit_bytes,
-        )
+        job = dataclasses.replace(made.job, hardware=self.hardware, limit_bytes=self.limit_bytes)
         with use_settings(made.recompute, made.mesh):
             return ranked(candidates(job, asked))
 
     def compile(self, one: Forecast, target: str | None) -> CompiledStep:
         """Compile a candidate's step for absent devices."""
         made = self.prepared
-        config = made.traced.config
+        job = made.job
         mesh = self._mesh(compilable_devices(self.hardware, self.num_devices, target))
-        section = dataclasses.replace(
-            config.pipeline,
-            schedule=one.schedule,
-            num_chunks=one.num_chunks,
-            max_pending_weights="auto" if one.max_pending is None else one.max_pending,
-        )
-        config = dataclasses.replace(config, pipeline=section)
+        section = with_schedule(job.config.pipeline, one)
+        config = dataclasses.replace(job.config, pipeline=section)
         module = made.module.replace(activation_checkpoint_interval=one.recompute)
         return compile_step(
             one.label,
             one.memory.total,
             lambda: Pipeline(
                 module,
-                made.traced.optimizer,
+                job.optimizer,
                 mesh,
-                made.traced.entry,
-                made.num_microbatches,
+                job.entry,
+                job.num_microbatches,
                 config,
                 made.recompute,
                 one.boundaries,

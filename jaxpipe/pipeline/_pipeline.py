@@ -221,7 +221,7 @@ class Pipeline:
             module = self.module
             labels = self.microbatch_struct.labels
             shape = mesh_shape(self.mesh)
-            self.plan = plan = make_plan(traced, num_microbatches, optimizer, parts)
+            self.plan = plan = make_plan(traced, parts)
             self.config = plan.config
             self.loss_scaler = LossScaler.from_config(config)
             # Not counted along `fsdp`: its devices compute one microbatch together, whose loss is

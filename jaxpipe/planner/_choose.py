@@ -14,9 +14,10 @@ from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.partition import StageMemory, profile_source
 from jaxpipe.schedules import PipeSchedule, lower_schedule, resolve_schedule, schedule_names
 
-from ._candidate import Candidate, Job
+from ._candidate import Candidate
 from ._cut import cut_parts, stage_memory
 from ._forecast import Forecast
+from ._job import Job
 from ._step import ShortSteps
 
 CLEAR_GAIN = 0.01
@@ -142,6 +143,16 @@ def ranked(found: Sequence[Forecast]) -> list[Forecast]:
         # Nothing fits: the smallest is the nearest to something that would.
         best = min(by_step, key=lambda one: (one.memory.total, one.step_s))
     return [best, *(one for one in by_step if one is not best)]
+
+
+def with_schedule(section: PipelineConfig, one: Forecast) -> PipelineConfig:
+    """Return the section `pipeline` with the schedule of a candidate."""
+    return dataclasses.replace(
+        section,
+        schedule=one.schedule,
+        num_chunks=one.num_chunks,
+        max_pending_weights="auto" if one.max_pending is None else one.max_pending,
+    )
 
 
 def _chunk_counts(name: str, job: Job, asked: Asked) -> list[int]:
