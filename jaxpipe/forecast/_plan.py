@@ -6,49 +6,34 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import optax
 
 from jaxpipe._mesh import off_mesh
 from jaxpipe._typing import PyTree
-from jaxpipe.config import Collector, TrainConfig, load_config, unless_auto
+from jaxpipe.config import unless_auto
 from jaxpipe.errors import (
     ConfigError,
     JaxpipeError,
-    PartitionError,
-    ScheduleError,
-    TopologyError,
     shown,
 )
 from jaxpipe.layers import PipelineModule
-from jaxpipe.optim import check_leafwise, trace_optimizer
-from jaxpipe.pipeline import ConfigLike, Pipeline, entry_struct, prepare, trace_model
+from jaxpipe.pipeline import ConfigLike
 from jaxpipe.planner import (
     Asked,
-    Counted,
     Forecast,
     Hardware,
-    Job,
     auto_schedules,
-    candidates,
     communicators,
-    ranked,
     read_hardware,
-    usable_bytes,
 )
-from jaxpipe.recompute import settings_for, use_settings
 from jaxpipe.schedules import resolve_schedule, schedule_names
 from jaxpipe.topology import (
     FSDP,
     MANUAL_AXES,
-    ProcessTopology,
-    make_pipeline_mesh,
     num_batch_shards,
-    topology_for,
 )
 
-from ._compile import CompiledStep, compilable_devices, compile_step
-from ._devices import absent_devices
+from ._request import PlanRequest
 from ._result import Alternative, StepPlan
 
 
@@ -119,7 +104,7 @@ def plan(  # noqa: PLR0913  # one argument for each choice
         ConfigError: An argument or the configuration is wrong, or the hardware is unknown.
         TopologyError: The stages and places do not divide the devices.
         DataError: The example does not fit the configuration.
-        LayerError: Layers do not fit together or cannot be traced.
+        LayerError: Layers do not fit together or cannot be job.
         PartitionError: None of the requested cuts exists.
         ScheduleError: A schedule is unknown, or none supports the requested number of chunks.
 
@@ -147,34 +132,32 @@ def plan(  # noqa: PLR0913  # one argument for each choice
             f"target_config={shown(target_config)}. Set compiles=True (--compile), or leave it "
             "out."
         )
-    errors = Collector()
-    settings = load_config(config, errors)
-    setup = _Setup(
-        model, settings, example_batch, chosen_hardware, count, optimizer, places or {}, errors
+    request = PlanRequest(
+        model, config, example_batch, chosen_hardware, count, optimizer, places or {}
     )
-    asked = _Asked.read(setup.traced.module, settings, schedules, num_chunks, partition, recompute)
-    found = setup.forecasts(asked)
-    traced = setup.traced
-    listed = tuple(_alternatives(setup, asked, found)) if alternatives else ()
-    advice = _advice(setup, found, listed or _alternatives(setup, asked, found))
+    asked = _asked(request, schedules, num_chunks, partition, recompute)
+    found = request.forecasts(asked)
+    job = request.prepared.job
+    listed = tuple(_alternatives(request, asked, found)) if alternatives else ()
+    advice = _advice(request, found, listed or _alternatives(request, asked, found))
     step_plan = StepPlan(
         hardware=chosen_hardware,
         num_devices=count,
-        axes={str(name): size for name, size in traced.mesh.shape.items()},
-        limit_bytes=setup.limit_bytes,
-        num_microbatches=setup.num_microbatches,
-        microbatch_size=traced.microbatch_size,
-        num_params=traced.trace.total_params,
+        axes={str(name): size for name, size in job.mesh.shape.items()},
+        limit_bytes=request.limit_bytes,
+        num_microbatches=request.prepared.job.num_microbatches,
+        microbatch_size=job.microbatch_size,
+        num_params=job.trace.total_params,
         candidates=tuple(found),
         best=found[0] if found[0].fits else None,
         alternatives=listed,
         advice=advice,
-        assumptions=_assumptions(setup),
+        assumptions=_assumptions(request),
         measured_step_s=measured_step_s,
     )
     if not compiles:
         return step_plan
-    return dataclasses.replace(step_plan, compiled=setup.compile(step_plan.shown, target_config))
+    return dataclasses.replace(step_plan, compiled=request.compile(step_plan.shown, target_config))
 
 
 def _changed(
@@ -193,45 +176,40 @@ def _changed(
     return hardware.assuming({"memory_bytes": memory_gb * 1e9})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    """The candidates that the user requests."""
-
-    schedules: Asked
-    partitions: tuple[str | tuple[int, ...], ...]
-    recompute: tuple[int, ...]
-
-    @staticmethod
-    def read(
-        module: PipelineModule,
-        config: TrainConfig,
-        schedules: Sequence[str] | None,
-        num_chunks: Sequence[int] | None,
-        partition: Sequence[str | Sequence[int]] | None,
-        recompute: Sequence[int] | None,
-    ) -> "_Asked":
-        section = config.pipeline
-        names = _listed("schedules", schedules)
-        if names is None:
-            names = list(auto_schedules())
-            if section.schedule in schedule_names() and section.schedule not in names:
-                names.append(section.schedule)
-        for name in names:
-            resolve_schedule(name)
-        counts = _integers("num_chunks", num_chunks, 1)
-        if counts is None and section.num_chunks != "auto":
-            counts = (section.num_chunks,)
-        methods = _listed("partition", partition)
-        if methods is None:
-            methods = list(dict.fromkeys([_hashable(module.partition_method), "best"]))
-        groups = _integers("recompute", recompute, 0)
-        if groups is None:
-            given = module.activation_checkpoint_interval
-            groups = (given,) if given else (0, 1)
-        most = unless_auto(section.max_pending_weights)
-        return _Asked(
-            Asked(tuple(dict.fromkeys(names)), counts, most), tuple(map(_hashable, methods)), groups
-        )
+def _asked(
+    request: PlanRequest,
+    schedules: Sequence[str] | None,
+    num_chunks: Sequence[int] | None,
+    partition: Sequence[str | Sequence[int]] | None,
+    recompute: Sequence[int] | None,
+) -> Asked:
+    """Return the candidates that the user requests, or that the job leaves open."""
+    module = request.prepared.job.module
+    section = request.prepared.config.pipeline
+    names = _listed("schedules", schedules)
+    if names is None:
+        names = list(auto_schedules())
+        if section.schedule in schedule_names() and section.schedule not in names:
+            names.append(section.schedule)
+    for name in names:
+        resolve_schedule(name)
+    counts = _integers("num_chunks", num_chunks, 1)
+    if counts is None and section.num_chunks != "auto":
+        counts = (section.num_chunks,)
+    methods = _listed("partition", partition)
+    if methods is None:
+        methods = list(dict.fromkeys([_hashable(module.partition_method), "best"]))
+    groups = _integers("recompute", recompute, 0)
+    if groups is None:
+        given = module.activation_checkpoint_interval
+        groups = (given,) if given else (0, 1)
+    return Asked(
+        tuple(dict.fromkeys(names)),
+        counts,
+        unless_auto(section.max_pending_weights),
+        tuple(map(_hashable, methods)),
+        groups,
+    )
 
 
 def _hashable(method: Any) -> Any:
@@ -268,211 +246,13 @@ def _integers(name: str, values: Sequence[int] | None, least: int) -> tuple[int,
     return tuple(dict.fromkeys(listed))
 
 
-class _Setup:
-    """A job built from the user's arguments, and its candidates."""
-
-    def __init__(  # noqa: PLR0913  # the arguments of `plan`
-        self,
-        model: PipelineModule,
-        config: TrainConfig,
-        example_batch: Sequence[PyTree],
-        hardware: Hardware,
-        count: int,
-        optimizer: optax.GradientTransformation | None,
-        places: Mapping[str, int],
-        errors: Collector,
-    ) -> None:
-        self._arguments = model, config, example_batch, hardware, count, optimizer, places
-        self.hardware = hardware
-        given = make_pipeline_mesh(_topology(model, count, places), absent_devices(hardware, count))
-        self.assumes_optimizer = optimizer is None and config.optimizer is None
-        wanted = optax.adamw(1e-4) if self.assumes_optimizer else optimizer
-        self._module, chosen, given, sizes = prepare(model, config, wanted, None, given, errors)
-        size = sizes.train_micro_batch_size_per_gpu
-        replicas = num_batch_shards(given)
-        # An example of one replica is enough, whatever the number of devices.
-        leaves = jax.tree.leaves(example_batch)
-        is_of_one = all(getattr(leaf, "shape", ())[:1] == (size,) for leaf in leaves)
-        entry = entry_struct(example_batch, size, 1 if is_of_one else replicas)
-        # The entry of one replica is reused for the same job on another mesh.
-        self._of_one, entry = (
-            jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), entry)
-            for n in (size, size * replicas)
-        )
-        assert chosen.transformation is not None
-        self._settings = settings_for(config, given)
-        self._tracing = functools.partial(use_settings, self._settings, given)
-        with self._tracing():
-            self.traced = traced = trace_model(
-                self._module,
-                given,
-                entry,
-                config,
-                sizes.gradient_accumulation_steps,
-                chosen.transformation,
-            )
-            # These include the decision about splitting the vocabulary.
-            module = traced.module
-            trace = traced.trace
-            self.config = traced.config
-            # Evaluated only for its errors: without labels the loss is not counted.
-            outputs = trace.boundaries[-1]
-            labels = traced.microbatch.labels
-            trace.on_mesh(lambda: jax.eval_shape(module.loss_terms, outputs, labels))
-        self._optimizer = traced.optimizer
-        if optimizer is not None and module.num_stages > 1:
-            check_leafwise(trace_optimizer(optimizer, trace.tree()))
-        self.num_microbatches = sizes.gradient_accumulation_steps
-
-    @property
-    def limit_bytes(self) -> float:
-        """Bytes that training may use on a device."""
-        limit = unless_auto(self.config.pipeline.memory_limit_gb)
-        return usable_bytes(self.hardware, self.traced.mesh) if limit is None else limit * 1e9
-
-    def forecasts(self, asked: _Asked) -> list[Forecast]:
-        """Return the forecasts of all requested candidates, the best first."""
-        found = dict[tuple[Any, ...], Forecast]()
-        failed = list[PartitionError | ScheduleError]()
-        with self._tracing():
-            for interval in asked.recompute:
-                counted = self.traced.counted.recomputing(interval)
-                # Two methods may give the same cut, which is then listed once.
-                for method in asked.partitions:
-                    try:
-                        some = candidates(self._job(counted, method), asked.schedules)
-                    except (PartitionError, ScheduleError) as error:
-                        failed.append(error)
-                        continue
-                    for one in some:
-                        key = one.recompute, one.schedule, one.boundaries, one.max_pending
-                        found.setdefault(key, one)
-        if not found:
-            raise failed[0]
-        return ranked(list(found.values()))
-
-    def _job(self, counted: Counted, method: str | tuple[int, ...]) -> Job:
-        traced = self.traced
-        module = counted.module.replace(partition_method=method)
-        sizes = self.num_microbatches, self.config, self._optimizer
-        return Job(
-            module, traced.trace, traced.mesh, counted, *sizes, self.hardware, self.limit_bytes
-        )
-
-    def compile(self, one: Forecast, target: str | None) -> CompiledStep:
-        """Compile a candidate's step for absent devices."""
-        model, _, _, hardware, count, _, places = self._arguments
-        devices = compilable_devices(hardware, count, target)
-        section = dataclasses.replace(
-            self.config.pipeline,
-            schedule=one.schedule,
-            num_chunks=one.num_chunks,
-            max_pending_weights="auto" if one.max_pending is None else one.max_pending,
-        )
-        config = dataclasses.replace(self.config, pipeline=section)
-        module = self._module.replace(activation_checkpoint_interval=one.recompute)
-        mesh = make_pipeline_mesh(_topology(model, count, places), devices)
-        return compile_step(
-            one.label,
-            one.memory.total,
-            lambda: Pipeline(
-                module,
-                self._optimizer,
-                mesh,
-                self.traced.entry,
-                self.num_microbatches,
-                config,
-                self._settings,
-                one.boundaries,
-            ),
-        )
-
-    @property
-    def free_replicas(self) -> int:
-        """Devices along `data`, including those that ZeRO 2 and 3 move to `fsdp`."""
-        return num_batch_shards(self.traced.mesh) // self._arguments[-1].get(FSDP, 1)
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the job."""
-        return self._module.num_stages
-
-    @property
-    def keeps_vocabulary_whole(self) -> bool:
-        """Whether the configuration disables splitting the vocabulary."""
-        return self._arguments[1].pipeline.split_vocabulary is False
-
-    def with_zero(self, stage: int) -> "_Setup":
-        """Return the same job with another ZeRO stage."""
-        zero = dataclasses.replace(self._arguments[1].zero_optimization, stage=stage)
-        return self._with(zero_optimization=zero)
-
-    def with_split(self) -> "_Setup":
-        """Return the same job with the vocabulary split if that makes the step shorter."""
-        section = dataclasses.replace(self._arguments[1].pipeline, split_vocabulary="auto")
-        return self._with(pipeline=section)
-
-    def with_places(self, num_microbatches: int, **places: int) -> "_Setup":
-        """Return the same job with additional axes, which use the devices of some replicas."""
-        axes = {**self._arguments[-1], **places}
-        return self._with(axes=axes, gradient_accumulation_steps=num_microbatches)
-
-    def with_stages(self, num_microbatches: int, num_stages: int) -> "_Setup":
-        """Return the same job with more or fewer stages, and fewer or more replicas."""
-        given = self._arguments[0]
-        # Explicit boundaries fit only the original number of stages.
-        is_named = isinstance(given.partition_method, str)
-        method = given.partition_method if is_named else "best"
-        model = given.replace(num_stages=num_stages, partition_method=method)
-        return self._with(model, gradient_accumulation_steps=num_microbatches)
-
-    def _with(
-        self,
-        model: PipelineModule | None = None,
-        axes: Mapping[str, int] | None = None,
-        **settings: Any,
-    ) -> "_Setup":
-        given, config, _, hardware, count, optimizer, places = self._arguments
-        config = dataclasses.replace(config, **settings)
-        rest = hardware, count, optimizer, places if axes is None else axes, Collector()
-        return _Setup(model or given, config, self._of_one, *rest)
-
-
-def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> ProcessTopology:
-    for axis, size in places.items():
-        if not axis.isidentifier() or axis in (*MANUAL_AXES, "pipe") or size < 1:
-            raise TopologyError(
-                "places must map axis names, except 'stage' and 'data', to positive lengths, but "
-                f"got places={dict(places)}. Write for instance places={{'model': 8}}; the "
-                "remaining devices are replicas."
-            )
-    if model.given_topology is not None and places:
-        raise TopologyError(
-            "places must be left out if the model has a topology "
-            f"({model.given_topology.describe()}), but got places={dict(places)}. Put the axes "
-            "into the topology."
-        )
-    if not places:
-        return topology_for(model.num_stages, model.given_topology, count)
-    product = model.num_stages * math.prod(places.values())
-    if count % product:
-        raise TopologyError(
-            f"stages and places must divide the devices, but got num_stages={model.num_stages} and "
-            f"places={dict(places)}, {product} together, for {count} devices. Use a multiple of "
-            f"{product} devices, such as {max(1, round(count / product)) * product}."
-        )
-    return ProcessTopology(
-        ["pipe", "data", *places], [model.num_stages, count // product, *places.values()]
-    )
-
-
-def _advice(setup: _Setup, found: Sequence[Forecast], others: Iterable[Alternative]) -> str:
+def _advice(request: PlanRequest, found: Sequence[Forecast], others: Iterable[Alternative]) -> str:
     """Describe the candidates that do not fit, and the first change that makes one fit."""
     large = [one for one in found if not one.fits]
     if not large:
         return ""
-    limit = setup.limit_bytes
-    traced = setup.traced
+    limit = request.limit_bytes
+    job = request.prepared.job
     worst = max(large, key=lambda one: one.memory.total)
     begin = (
         f"{len(large)} of {len(found)} do not fit {limit / 1e9:.0f} GB; {worst.label} needs "
@@ -495,13 +275,13 @@ def _advice(setup: _Setup, found: Sequence[Forecast], others: Iterable[Alternati
     without_rings = least.memory.weights + least.memory.masters + least.memory.gradient_sums
     factor = math.ceil(least.memory.total / limit)
     more = (
-        f"Use about {factor * traced.module.num_stages} stages on "
-        f"{factor * traced.mesh.devices.size} devices"
+        f"Use about {factor * job.module.num_stages} stages on "
+        f"{factor * job.mesh.devices.size} devices"
     )
-    if without_rings <= limit and traced.microbatch_size > 1:
+    if without_rings <= limit and job.microbatch_size > 1:
         more = (
             "Use smaller microbatches (train_micro_batch_size_per_gpu below "
-            f"{traced.microbatch_size}), or {more[4:]}"
+            f"{job.microbatch_size}), or {more[4:]}"
         )
     elif without_rings > limit:
         more += (
@@ -520,17 +300,19 @@ class _Change:
     """Another setting for the same batch on the same devices; `made` returns the job with it."""
 
     words: str
-    made: Callable[[], _Setup]
+    made: Callable[[], PlanRequest]
     divides: bool = False
 
 
-def _alternatives(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> Iterator[Alternative]:
+def _alternatives(
+    request: PlanRequest, asked: Asked, found: Sequence[Forecast]
+) -> Iterator[Alternative]:
     """Yield the best candidate of the job with each change, the cheapest change first."""
     least = min(one.memory.gradient_sums for one in found)
     wanted = asked
     if 1 not in asked.recompute and not any(one.fits for one in found):
         wanted = dataclasses.replace(asked, recompute=(*asked.recompute, 1))
-    for change in _changes(setup, recomputes=wanted is not asked):
+    for change in _changes(request, recomputes=wanted is not asked):
         try:
             best = change.made().forecasts(wanted)[0]
         except JaxpipeError:  # not possible with this model or mesh
@@ -539,40 +321,69 @@ def _alternatives(setup: _Setup, asked: _Asked, found: Sequence[Forecast]) -> It
             yield Alternative(change.words, best)
 
 
-def _changes(setup: _Setup, *, recomputes: bool) -> Iterator[_Change]:
+def _changes(request: PlanRequest, *, recomputes: bool) -> Iterator[_Change]:
     """Yield changes of a job, the cheapest first; `recomputes` includes recompute."""
-    if setup.keeps_vocabulary_whole:
-        yield _Change("pipeline.split_vocabulary='auto'", setup.with_split)
+    config = request.prepared.config
+    if config.pipeline.split_vocabulary is False:
+        section = dataclasses.replace(config.pipeline, split_vocabulary="auto")
+        made = functools.partial(_configured, request, pipeline=section)
+        yield _Change("pipeline.split_vocabulary='auto'", made)
     if recomputes:
         words = "pipeline.activation_checkpoint_interval=1 (recompute each layer)"
-        yield _Change(words, lambda: setup)
-    mesh = setup.traced.mesh
-    count = setup.num_microbatches
-    num_stages = setup.num_stages
-    for stage in range(setup.config.zero_optimization.stage + 1, 4):
-        if num_batch_shards(mesh) > 1:
-            words = f"zero_optimization.stage={stage}"
-            yield _Change(words, functools.partial(setup.with_zero, stage))
+        yield _Change(words, lambda: request)
+    if num_batch_shards(request.prepared.job.mesh) > 1:
+        for stage in range(config.zero_optimization.stage + 1, 4):
+            zero = dataclasses.replace(config.zero_optimization, stage=stage)
+            made = functools.partial(_configured, request, zero_optimization=zero)
+            yield _Change(f"zero_optimization.stage={stage}", made)
+    yield from _other_axes(request)
+
+
+def _other_axes(request: PlanRequest) -> Iterator[_Change]:
+    """Yield changes of the mesh, with as many samples per step."""
+    mesh = request.prepared.job.mesh
+    count = request.prepared.job.num_microbatches
+    num_stages = request.model.num_stages
     # New axes and stages use devices of replicas, but not those of an axis that the user requested.
-    free = setup.free_replicas
-    inside = math.gcd(free, min(setup.hardware.devices_per_host, _MOST_INSIDE))
+    free = num_batch_shards(mesh) // request.places.get(FSDP, 1)
+    inside = math.gcd(free, min(request.hardware.devices_per_host, _MOST_INSIDE))
+
+    def made(count: int, **changes: Any) -> PlanRequest:
+        changed = _configured(request, gradient_accumulation_steps=count)
+        return dataclasses.replace(changed, **changes)
+
+    def staged(count: int, num_stages: int) -> PlanRequest:
+        # Explicit boundaries fit only the original number of stages.
+        method = request.model.partition_method
+        method = method if isinstance(method, str) else "best"
+        return made(
+            count, model=request.model.replace(num_stages=num_stages, partition_method=method)
+        )
+
     if inside > 1 and set(mesh.shape) <= {*MANUAL_AXES, FSDP}:
         words = f"places={{'model': {inside}}}, gradient_accumulation_steps={count * inside}"
-        made = functools.partial(setup.with_places, count * inside, model=inside)
-        yield _Change(words, made, divides=True)
+        places = {**request.places, "model": inside}
+        yield _Change(words, lambda: made(count * inside, places=places), divides=True)
     if num_stages % 2 == 0 and count % 2 == 0:
         words = f"num_stages={num_stages // 2}, gradient_accumulation_steps={count // 2}"
-        yield _Change(words, functools.partial(setup.with_stages, count // 2, num_stages // 2))
+        yield _Change(words, lambda: staged(count // 2, num_stages // 2))
     if free % 2 == 0:
         words = f"num_stages={2 * num_stages}, gradient_accumulation_steps={2 * count}"
-        yield _Change(words, functools.partial(setup.with_stages, 2 * count, 2 * num_stages))
+        yield _Change(words, lambda: staged(2 * count, 2 * num_stages))
 
 
-def _beside(setup: _Setup) -> str:
+def _configured(request: PlanRequest, **settings: Any) -> PlanRequest:
+    """Return the request with other settings, and the entry of one replica, which fits any mesh."""
+    prepared = request.prepared
+    config = dataclasses.replace(prepared.config, **settings)
+    return dataclasses.replace(request, config=config, example_batch=prepared.of_one)
+
+
+def _beside(request: PlanRequest) -> str:
     """Describe the memory of the communicators."""
-    found = communicators(setup.traced.mesh)
-    each = setup.hardware.communicator_bytes
-    if not found or not each or setup.config.pipeline.memory_limit_gb != "auto":
+    found = communicators(request.prepared.job.mesh)
+    each = request.hardware.communicator_bytes
+    if not found or not each or request.prepared.job.config.pipeline.memory_limit_gb != "auto":
         return ""
     return (
         f", less {each / 1e9:.1f} GB for each communicator of NCCL, of {', '.join(found)}: an "
@@ -580,8 +391,8 @@ def _beside(setup: _Setup) -> str:
     )
 
 
-def _assumptions(setup: _Setup) -> tuple[str, ...]:
-    hardware = setup.hardware
+def _assumptions(request: PlanRequest) -> tuple[str, ...]:
+    hardware = request.hardware
     found = [
         f"{hardware.name}: {hardware.flops_per_s / 1e12:.0f} TFLOP/s of bfloat16 products, of "
         f"which products reach {hardware.gemm_share:.0%} and attention "
@@ -595,24 +406,24 @@ def _assumptions(setup: _Setup) -> tuple[str, ...]:
         "jaxpipe.attention runs as one fused kernel; other attention writes its scores to memory "
         "and reads them again",
         f"programs may take {hardware.usable_share:.0%} of the memory, which "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION must allow" + _beside(setup),
+        "XLA_PYTHON_CLIENT_MEM_FRACTION must allow" + _beside(request),
         "temporaries are an estimate: residuals of one chunk, gradients off the trunk, and the "
         "larger of logits and a backward's values",
         "collectives inside a stage overlap no computation",
         "MFU counts three times the operations of the forward, and of attention the part that its "
         "mask leaves; MFU whole counts the full square of scores, as most published figures do",
     ]
-    if setup.traced.split_note:
-        found.append(setup.traced.split_note)
-    if setup.assumes_optimizer:
+    if request.prepared.job.split_note:
+        found.append(request.prepared.job.split_note)
+    if request.optimizer is None and request.prepared.config.optimizer is None:
         found.append(
             "the optimiser is AdamW, because neither the call nor the configuration names one"
         )
-    if setup.traced.mesh.shape.get("fsdp", 1) > 1:
+    if request.prepared.job.mesh.shape.get("fsdp", 1) > 1:
         found.append(
             "gathers of weights over fsdp overlap matrix products, as far as these take as long"
         )
-    if setup.config.pipeline.offload_activations:
+    if request.prepared.job.config.pipeline.offload_activations:
         found.append(
             "residuals are in host memory, and computation hides their copies completely, whatever "
             "their size"

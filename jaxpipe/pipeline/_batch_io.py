@@ -11,7 +11,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.data import Batch, split_entry
 from jaxpipe.executor import batch_shard_dims, batch_spec
 from jaxpipe.layers import struct_of
-from jaxpipe.planner import Traced
+from jaxpipe.planner import Job
 from jaxpipe.state import place_samples
 from jaxpipe.topology import FSDP
 
@@ -38,7 +38,7 @@ class BatchIO:
         struct: Shapes, dtypes and shardings of a batch.
     """
 
-    def __init__(self, traced: Traced, num_microbatches: int) -> None:
+    def __init__(self, traced: Job, num_microbatches: int) -> None:
         self.num_microbatches = num_microbatches
         self.microbatch_size = traced.microbatch_size
         self.num_replicas = traced.num_replicas

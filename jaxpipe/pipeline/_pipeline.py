@@ -18,7 +18,7 @@ from jaxpipe.executor import (
     TrainLoop,
 )
 from jaxpipe.layers import PipelineModule
-from jaxpipe.planner import Traced, make_plan
+from jaxpipe.planner import Job, make_plan
 from jaxpipe.recompute import RecomputeSettings, current_settings, use_settings, warn_unfollowed
 from jaxpipe.state import Storage, TrainState, Updater, zero_sharding
 from jaxpipe.topology import adopt_mesh, mesh_shape
@@ -126,7 +126,7 @@ class Pipeline:
             self.module = traced.module
             self.mesh = traced.mesh
             self.trace = traced.trace
-            self.plan = make_plan(traced, num_microbatches, traced.optimizer, parts)
+            self.plan = make_plan(traced, parts)
             self.batches = BatchIO(traced, num_microbatches)
             device = self._on_device(traced, trains=trains)
             self.stage = device.stage
@@ -172,7 +172,7 @@ class Pipeline:
         """
         return self.states.params_tree(storage)
 
-    def _on_device(self, traced: Traced, *, trains: bool) -> DevicePrograms:
+    def _on_device(self, traced: Job, *, trains: bool) -> DevicePrograms:
         """Return the functions of each device."""
         plan = self.plan
         config = plan.config

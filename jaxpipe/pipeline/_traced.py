@@ -10,7 +10,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
 from jaxpipe.errors import ConfigError, JaxpipeError, LayerError
 from jaxpipe.layers import PipelineModule, check_split_loss, split_vocabulary, struct_of
-from jaxpipe.planner import Counted, Traced, choose_split
+from jaxpipe.planner import Counted, Job, choose_split, reference_hardware
 from jaxpipe.state import check_collections
 from jaxpipe.topology import FSDP, num_batch_shards, with_fsdp_axis
 
@@ -30,7 +30,7 @@ def trace_model(
     config: TrainConfig,
     num_microbatches: int,
     optimizer: optax.GradientTransformation,
-) -> Traced:
+) -> Job:
     """Check a model against its mesh, trace it, and decide whether to split the vocabulary.
 
     `mesh` is the user's mesh. `example` is one microbatch of all replicas, as arrays or shapes.
@@ -48,13 +48,26 @@ def trace_model(
     size = jax.tree.leaves(entry)[0].shape[0] // mesh.shape["data"]
     microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), entry)
 
-    def traced(module: PipelineModule) -> Traced:
+    def traced(module: PipelineModule) -> Job:
         trace = module.trace(microbatch.inputs, microbatch.side, mesh.abstract_mesh)
         check_collections(module.layers, trace)
         made = optimizer_for(optimizer, trace, config)
         check_sharded(made, trace, module.num_stages)
         counted = Counted(module, trace, microbatch.labels)
-        return Traced(module, mesh, trace, entry, microbatch, counted, config, made)
+        # By name, so that the decision about the vocabulary is the same on every machine.
+        hardware = reference_hardware(mesh)
+        return Job(
+            module,
+            mesh,
+            trace,
+            entry,
+            microbatch,
+            counted,
+            config,
+            num_microbatches,
+            made,
+            hardware,
+        )
 
     wanted = config.pipeline.split_vocabulary
     if wanted is True:
@@ -65,14 +78,10 @@ def trace_model(
     )
     if wanted != "auto" or not is_open:
         return whole.with_split(False)
-    return _split_if_shorter(whole, traced, num_microbatches)
+    return _split_if_shorter(whole, traced)
 
 
-def _split_if_shorter(
-    whole: Traced,
-    traced: Callable[[PipelineModule], Traced],
-    num_microbatches: int,
-) -> Traced:
+def _split_if_shorter(whole: Job, traced: Callable[[PipelineModule], Job]) -> Job:
     """Split the vocabulary over the stages if layers and loss allow it and it pays clearly."""
     labels = whole.microbatch.labels
     # A split layer's weights can be divided only over the stages.
@@ -93,7 +102,7 @@ def _split_if_shorter(
     if whole.config.pipeline.overlap_vocabulary is True:  # only possible with a split vocabulary
         return split.with_split(True)
     try:
-        choice = choose_split(whole, split, num_microbatches, whole.optimizer)
+        choice = choose_split(whole, split)
     except JaxpipeError as error:
         return whole.with_split(False, f"The vocabulary is not split over the stages: {error}")
     verb = "are split" if choice.pays else "are not split"

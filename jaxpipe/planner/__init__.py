@@ -3,9 +3,8 @@
 Schedule, cut, memory and time of candidates.
 """
 
-from ._calibrate import communicators, usable_bytes
-from ._candidate import Job
-from ._choose import Asked, auto_schedules, candidates, limits_pending, ranked
+from ._calibrate import communicators, reference_hardware, usable_bytes
+from ._choose import Asked, auto_schedules, candidates, limits_pending, ranked, with_schedule
 from ._costs import Counted
 from ._forecast import (
     Forecast,
@@ -16,9 +15,9 @@ from ._forecast import (
     milliseconds,
 )
 from ._hardware import ASSUMED, HARDWARE, Hardware, named_hardware, read_hardware
+from ._job import Job
 from ._make import make_plan
 from ._memory import DeviceMemory
 from ._plan import schedule_of
 from ._roofline import bytes_s, collective_s, kernel_s
 from ._split import choose_split
-from ._traced import Traced

@@ -1,35 +1,25 @@
 """One candidate's memory and step time, from the costs of its layers."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from jaxpipe.config import TrainConfig
 from jaxpipe.executor import Plan, stream_bytes
-from jaxpipe.layers import ModelTrace, PipelineModule
-from jaxpipe.partition import Profile, cut_stages
+from jaxpipe.partition import cut_stages
 from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import ModelParams, find_vocab_layers
 from jaxpipe.topology import FSDP, stages_cross_hosts
 
-from ._calibrate import reference_hardware
-from ._costs import Counted, axes_inside
+from ._costs import axes_inside
 from ._forecast import GIVEN, Forecast, StageForecast
-from ._hardware import Hardware
+from ._job import Job
 from ._memory import (
     DeviceMemory,
-    bytes_per_param,
     layout_bytes,
-    optimizer_share,
     ring_bytes,
     stacked_bytes,
     working_bytes,
@@ -37,69 +27,6 @@ from ._memory import (
 from ._plan import plan_cut
 from ._roofline import bytes_s, collective_s
 from ._step import PartTime, ShortSteps, Span, Wire, span_of
-
-
-@dataclass(frozen=True)
-class Job:
-    """A model with one partition method and one recompute setting, on a mesh of some hardware.
-
-    Attributes:
-        module: The model.
-        trace: The model's shapes.
-        mesh: The mesh, with the axis `fsdp` into which ZeRO 2 and 3 convert `data`.
-        counted: The counted layers.
-        num_microbatches: Microbatches per step.
-        config: The configuration.
-        optimizer: The optimiser.
-        hardware: The type of device.
-        limit_bytes: Bytes that training may use on each device; None if there is no limit.
-        measured: Costs of the layers, if they are measured.
-    """
-
-    module: PipelineModule
-    trace: ModelTrace
-    mesh: Mesh
-    counted: Counted
-    num_microbatches: int
-    config: TrainConfig
-    optimizer: optax.GradientTransformation
-    hardware: Hardware
-    limit_bytes: float | None
-    measured: Profile | None = None
-
-    @functools.cached_property
-    def costs(self) -> Profile:
-        """Costs of the layers."""
-        return self.measured or self.counted.costs(self.hardware)
-
-    @functools.cached_property
-    def cut_costs(self) -> Profile:
-        """Costs on which the cut is based, the same as for a named schedule."""
-        return self.measured or self.counted.costs(reference_hardware(self.mesh))
-
-    @property
-    def samples(self) -> int:
-        """Samples per step."""
-        leaves = jax.tree.leaves(self.trace.boundaries[0])
-        return leaves[0].shape[0] * self.mesh.shape["data"] * self.num_microbatches
-
-    @property
-    def tokens(self) -> int | None:
-        """Tokens per step, if the inputs are integers `[samples, tokens]`."""
-        first, *_ = jax.tree.leaves(self.trace.boundaries[0])
-        if not jnp.issubdtype(first.dtype, jnp.integer) or first.ndim != 2:
-            return None
-        return self.samples * first.shape[1]
-
-    @functools.cached_property
-    def optimizer_share(self) -> float:
-        """Bytes of optimiser state for each byte of master parameters."""
-        return optimizer_share(self.optimizer, self.trace, self.module.compute_dtype)
-
-    @functools.cached_property
-    def bytes_per_param(self) -> float:
-        """Bytes of a parameter, its gradient and its optimiser state."""
-        return bytes_per_param(self.module, self.trace, self.config, self.optimizer)
 
 
 class Candidate:
@@ -177,8 +104,12 @@ class Candidate:
         section = dataclasses.replace(
             job.config.pipeline, schedule=schedule, num_chunks="auto", max_pending_weights="auto"
         )
-        sizes = num_microbatches, job.config, section, job.counted.signatures, self._boundaries
-        return plan_cut(job.module, job.trace, job.mesh, *sizes)
+        return plan_cut(
+            dataclasses.replace(job, num_microbatches=num_microbatches),
+            section,
+            job.counted.signatures,
+            self._boundaries,
+        )
 
     def _params(self, plan: Plan) -> ModelParams:
         job = self._job

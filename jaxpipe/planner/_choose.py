@@ -3,18 +3,21 @@
 `"auto"` chooses from them, and `jaxpipe plan` shows them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpipe.config import PipelineConfig, unless_auto
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.partition import StageMemory, profile_source
 from jaxpipe.schedules import PipeSchedule, lower_schedule, resolve_schedule, schedule_names
 
-from ._candidate import Candidate, Job
+from ._candidate import Candidate
 from ._cut import cut_parts, stage_memory
 from ._forecast import Forecast
+from ._job import Job
 from ._step import ShortSteps
 
 CLEAR_GAIN = 0.01
@@ -33,11 +36,15 @@ class Asked:
         num_chunks: Numbers of chunks. None: those that the schedules and the cut support.
         max_pending: The most pending weight gradients. None: the schedule's own number, or as many
             as fit.
+        partitions: Partition methods or boundaries. Empty: the method of the job's model.
+        recompute: Layers per recomputed group, 0 for none. Empty: those of the job's model.
     """
 
     schedules: tuple[str, ...]
     num_chunks: tuple[int, ...] | None
     max_pending: int | None
+    partitions: tuple[str | tuple[int, ...], ...] = ()
+    recompute: tuple[int, ...] = ()
 
     @staticmethod
     def of(section: PipelineConfig) -> "Asked":
@@ -68,6 +75,28 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
     A candidate with split backwards that does not fit is followed by a second one, limited to as
     many pending weight gradients as fit.
     """
+    found = dict[tuple[Any, ...], Forecast]()
+    errors = list[PartitionError | ScheduleError]()
+    for interval in asked.recompute or (job.module.activation_checkpoint_interval,):
+        counted = job.counted.recomputing(interval)
+        for method in asked.partitions or (job.module.partition_method,):
+            module = counted.module.replace(partition_method=method)
+            try:
+                some = _of_method(dataclasses.replace(job, module=module, counted=counted), asked)
+            except (PartitionError, ScheduleError) as error:
+                errors.append(error)
+                continue
+            # Two methods may give the same cut, which is then listed once.
+            for one in some:
+                key = one.recompute, one.schedule, one.boundaries, one.max_pending
+                found.setdefault(key, one)
+    if not found:
+        raise errors[0]
+    return list(found.values())
+
+
+def _of_method(job: Job, asked: Asked) -> list[Forecast]:
+    """Evaluate the candidates with the partition method and the recompute of the job's model."""
     found = list[Forecast]()
     errors = list[PartitionError]()
 
@@ -114,6 +143,16 @@ def ranked(found: Sequence[Forecast]) -> list[Forecast]:
         # Nothing fits: the smallest is the nearest to something that would.
         best = min(by_step, key=lambda one: (one.memory.total, one.step_s))
     return [best, *(one for one in by_step if one is not best)]
+
+
+def with_schedule(section: PipelineConfig, one: Forecast) -> PipelineConfig:
+    """Return the section `pipeline` with the schedule of a candidate."""
+    return dataclasses.replace(
+        section,
+        schedule=one.schedule,
+        num_chunks=one.num_chunks,
+        max_pending_weights="auto" if one.max_pending is None else one.max_pending,
+    )
 
 
 def _chunk_counts(name: str, job: Job, asked: Asked) -> list[int]:

@@ -39,25 +39,119 @@ T = TypeVar("T")
 class LayerWork:
     """The computation of a layer, or of the loss, for one microbatch.
 
+    Kernels and bytes are those of one device. They are counted when they are first asked for, on
+    the mesh of the trace, because the layers' constraints name its axes.
+
     Attributes:
         residuals: The forward and the backward.
         params: Shapes and dtypes of the parameters.
         inputs: Shapes and dtypes of the inputs.
         context: Shapes and dtypes of a key and of other values without a gradient: side inputs and
             collections, or labels.
+        trace: The trace of the model.
+        specs: Shardings of the parameters in actions: gathered along `fsdp`.
     """
 
     residuals: Residuals
     params: PyTree
     inputs: PyTree
     context: PyTree
+    trace: ModelTrace
+    specs: Sequence[P]
 
-    @property
+    @functools.cached_property
     def cotangents(self) -> Sequence[Any]:
         """Shapes and dtypes of the gradients that the backward starts from."""
         return differentiable(
             jax.eval_shape(self.residuals.forward, self.params, self.inputs, self.context)[0]
         )
+
+    @functools.cached_property
+    def forward(self) -> list[Kernel]:
+        """Kernels of the forward."""
+        return self._kernels(self.residuals.forward, *self._forward)
+
+    @functools.cached_property
+    def backward(self) -> list[Kernel]:
+        """Kernels of the whole backward, including recompute."""
+        return self._kernels(self.residuals.backward, *self._backward)
+
+    @functools.cached_property
+    def weight(self) -> list[Kernel]:
+        """Kernels of only the weight gradient; empty if the backward cannot be split."""
+        # Only the weight gradient of the split backward is traced; the input gradient is the rest.
+        split = self.split
+        if split.is_whole:
+            return []
+        args = self.params, self.residuals.structs, split.pending
+        specs = [*self.specs, *self._residual_specs, *self._pending_specs]
+        return self._kernels(split.backward_weight, args, specs)
+
+    @functools.cached_property
+    def split(self) -> SplitBackward:
+        """The backward in two parts."""
+        return SplitBackward(self.residuals, self.params)
+
+    @functools.cached_property
+    def residual_bytes(self) -> int:
+        """Bytes of the residuals that stay on the device."""
+        found = self.residuals
+        each = zip(found.structs, found.is_hosted, self._residual_specs, strict=True)
+        mesh = self.trace.mesh
+        return sum(device_bytes(x, mesh, spec) for x, is_hosted, spec in each if not is_hosted)
+
+    @functools.cached_property
+    def pending_bytes(self) -> int:
+        """Bytes between the input gradient and the weight gradient, besides the residuals."""
+        if self.split.is_whole:
+            return 0
+        each = zip(self.split.pending, self._pending_specs, strict=True)
+        return sum(device_bytes(x, self.trace.mesh, spec) for x, spec in each)
+
+    @functools.cached_property
+    def _forward(self) -> tuple[Sequence[PyTree], Sequence[P]]:
+        """Arguments of the forward, and the shardings of their leaves."""
+        context = [P()] * len(jax.tree.leaves(self.context))
+        inputs = self._samples(jax.tree.leaves(self.inputs))
+        return (self.params, self.inputs, self.context), [*self.specs, *inputs, *context]
+
+    @functools.cached_property
+    def _backward(self) -> tuple[Sequence[PyTree], Sequence[P]]:
+        """Arguments of the backward, and the shardings of their leaves."""
+        cotangents = self.cotangents
+        specs = [*self.specs, *self._residual_specs, *self._samples(cotangents)]
+        return (self.params, self.residuals.structs, cotangents), specs
+
+    @functools.cached_property
+    def _residual_specs(self) -> list[P]:
+        count = len(self.residuals.structs)
+        return self._last_specs(count, self.residuals.forward, *self._forward)
+
+    @functools.cached_property
+    def _pending_specs(self) -> list[P]:
+        count = len(self.split.pending)
+        return self._last_specs(count, self.split.backward_input, *self._backward)
+
+    def _samples(self, structs: Iterable[Any]) -> list[P]:
+        return [samples_spec(x, self.trace.mesh, self.trace.sample_axes) for x in structs]
+
+    def _last_specs(
+        self, count: int, function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P]
+    ) -> list[P]:
+        """Return the shardings of the last `count` leaves of a function's result."""
+        mesh = self.trace.mesh
+        if not automatic_axes(mesh):
+            return [P()] * count
+        found = result_specs(function, args, specs, mesh, MANUAL_AXES)
+        return found[len(found) - count :]
+
+    def _kernels(
+        self, function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P]
+    ) -> list[Kernel]:
+        mesh = self.trace.mesh
+        if not automatic_axes(mesh):
+            return count_kernels(function, args)
+        return count_kernels(function, args, specs, mesh, MANUAL_AXES)
 
 
 def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> LayerWork:
@@ -79,7 +173,13 @@ def layer_work(module: PipelineModule, trace: ModelTrace, *indices: int) -> Laye
         for i in indices
     ]
     frozen = [number for number, leaf in enumerate(jax.tree.leaves(is_frozen)) if leaf]
-    return _work(function, params, trace.boundaries[indices[0]], context, trace, frozen)
+    # Sorted like the leaves of dictionaries in JAX.
+    specs = [
+        spec_without(trace.param_specs[i].get(path, P()), FSDP)
+        for i in indices
+        for path in sorted(flatten_dict(trace.params[i]))
+    ]
+    return _work(function, params, trace.boundaries[indices[0]], context, trace, specs, frozen)
 
 
 def loss_work(module: PipelineModule, trace: ModelTrace, labels: PyTree) -> LayerWork:
@@ -98,46 +198,12 @@ def _work(
     inputs: PyTree,
     context: PyTree,
     trace: ModelTrace,
+    specs: Sequence[P] = (),
     frozen: Sequence[int] = (),
 ) -> LayerWork:
     on_one = functools.partial(call_on_one, automatic_axes(trace.mesh), function)
-    return LayerWork(
-        Residuals(on_one, params, inputs, context, frozen=frozen), params, inputs, context
-    )
-
-
-@dataclass(frozen=True)
-class LayerCount:
-    """Kernels and bytes of a layer for one microbatch on one device.
-
-    Attributes:
-        forward: Kernels of the forward.
-        backward: Kernels of the whole backward, including recompute.
-        weight: Kernels of only the weight gradient; empty if the backward cannot be split.
-        cost: The costs without the times.
-    """
-
-    forward: Sequence[Kernel]
-    backward: Sequence[Kernel]
-    weight: Sequence[Kernel] = ()
-    cost: LayerCost = NO_COST
-
-    def priced(self, hardware: Hardware, axes: Mapping[str, tuple[int, bool]]) -> LayerCost:
-        """Return the layer's cost on some hardware."""
-        forward, backward, weight = (
-            time_of(hardware, x, axes) for x in (self.forward, self.backward, self.weight)
-        )
-        # The two halves of a split backward read more than the whole backward. The additional reads
-        # of the input gradient are neglected.
-        weight_s = min(weight.seconds, backward.seconds)
-        return dataclasses.replace(
-            self.cost,
-            forward_s=forward.seconds,
-            backward_s=backward.seconds,
-            weight_s=weight_s,
-            flops=forward.flops,
-            whole_flops=forward.whole_flops,
-        )
+    residuals = Residuals(on_one, params, inputs, context, frozen=frozen)
+    return LayerWork(residuals, params, inputs, context, trace, specs)
 
 
 class Counted:
@@ -185,17 +251,28 @@ class Counted:
     def costs(self, hardware: Hardware, *, whole: bool = True) -> Profile:
         """Return the costs of the layers; without `whole`, only of forwards and whole backwards."""
         axes = axes_inside(self.trace, hardware)
-        layers = self._layers if whole else self._brief
-        shared_bytes = self._shared_bytes if whole else [0] * len(layers)
-        priced = look_once(self.keys, lambda index: layers[index].priced(hardware, axes))
-        shared = zip(priced, shared_bytes, strict=True)
+
+        def priced() -> tuple[list[LayerCost], LayerCost]:
+            layers = look_once(self.keys, lambda index: self._cost(index, hardware, axes, whole))
+            if whole:
+                layers = [
+                    dataclasses.replace(cost, shared_bytes=shared)
+                    for cost, shared in zip(layers, self._shared_bytes, strict=True)
+                ]
+            loss = self._loss
+            if loss is None:
+                return layers, NO_COST
+            return layers, _priced(NO_COST, loss, hardware, axes, whole=False)
+
+        # Traced on the mesh, because the layers' constraints name its axes.
+        layers, loss = self.trace.on_mesh(priced)
         return Profile(
-            tuple(dataclasses.replace(cost, shared_bytes=num_bytes) for cost, num_bytes in shared),
+            tuple(layers),
             f"counted for {hardware.name}",
             self.module.activation_checkpoint_interval,
             signatures=self.signatures,
             bytes_per_s=hardware.bytes_per_s * hardware.traffic_share,
-            loss=self._loss.priced(hardware, axes),
+            loss=loss,
         )
 
     @functools.cached_property
@@ -205,40 +282,26 @@ class Counted:
 
     @functools.cached_property
     def _works(self) -> list[LayerWork]:
-        return self._each(lambda index: layer_work(self.module, self.trace, index))
-
-    @functools.cached_property
-    def _brief(self) -> list[LayerCount]:
-        """Forwards, whole backwards and residuals of all layers."""
-        works = self._works
-        return self._each(lambda index: self._brief_of(index, works[index]))
-
-    @functools.cached_property
-    def _layers(self) -> list[LayerCount]:
-        """Complete counts of all layers, except the bytes that neighbouring layers share."""
-        works = self._works
-        brief = self._brief
-        plain = self._plain._brief
-        return self._each(lambda index: self._whole_of(index, works[index], brief[index], plain))
-
-    def _each(self, look: Callable[[int], T]) -> list[T]:
-        keys = self.keys
-        # Traced on the mesh, because the layers' constraints name its axes.
-        return self.trace.on_mesh(lambda: look_once(keys, look))
-
-    @functools.cached_property
-    def _loss(self) -> LayerCount:
-        if self.labels is None or self.module.loss_fn is None:
-            return LayerCount((), ())
-        if self._plain is not self:
-            return self._plain._loss
         return self.trace.on_mesh(
-            lambda: self._loss_count(loss_work(self.module, self.trace, self.labels))
+            lambda: look_once(self.keys, lambda i: layer_work(self.module, self.trace, i))
         )
 
-    def _brief_of(self, index: int, work: LayerWork) -> LayerCount:
+    @functools.cached_property
+    def _loss(self) -> LayerWork | None:
+        """The loss, which recompute does not change."""
+        if self.labels is None or self.module.loss_fn is None:
+            return None
+        if self._plain is not self:
+            return self._plain._loss
+        return self.trace.on_mesh(lambda: loss_work(self.module, self.trace, self.labels))
+
+    def _cost(
+        self, index: int, hardware: Hardware, axes: Mapping[str, tuple[int, bool]], whole: bool
+    ) -> LayerCost:
+        """Return the cost of a layer, without the bytes that it shares with the previous one."""
         module = self.module
         trace = self.trace
+        work = self._works[index]
         num_params = trace.num_params()[index]
         own = trace.num_own_params()[index]
         is_sharded = module.num_stages > 1 and bool(trace.stage_dims[index])
@@ -246,61 +309,25 @@ class Counted:
             # Parameters sharded over the stages count with their share. The layer's other
             # parameters are on every stage.
             num_params = own + -(-(num_params - own) // module.num_stages)
-        specs = self._param_specs(index)
-        residuals = self._residual_specs(work, specs)
+        is_marked = module.layers[index].is_marked
+        recomputed_bytes = 0
+        if whole and module.activation_checkpoint_interval:
+            recomputed_bytes = self._plain._works[index].residual_bytes
+        elif whole and is_marked:
+            # The layer itself recomputes the results of its products.
+            recomputed_bytes = sum(each.result_bytes * each.times for each in work.forward)
         cost = LayerCost(
             0.0,
             0.0,
             num_params=num_params,
-            is_marked=module.layers[index].is_marked,
+            residual_bytes=work.residual_bytes,
+            recomputed_bytes=recomputed_bytes,
+            is_marked=is_marked,
+            pending_bytes=work.pending_bytes if whole else 0,
             is_stage_sharded=is_sharded,
             output_bytes=stream_bytes(trace.boundaries[index + 1], trace),
-            residual_bytes=self._residual_bytes(work, residuals),
         )
-        return self._counted(work, specs, residuals, cost)
-
-    def _whole_of(
-        self, index: int, work: LayerWork, found: LayerCount, plain: Sequence[LayerCount]
-    ) -> LayerCount:
-        changes: dict[str, int] = {}
-        if self.module.activation_checkpoint_interval:
-            changes["recomputed_bytes"] = plain[index].cost.residual_bytes
-        elif found.cost.is_marked:
-            # The layer itself recomputes the results of its products.
-            changes["recomputed_bytes"] = sum(
-                each.result_bytes * each.times for each in found.forward
-            )
-        split = SplitBackward(work.residuals, work.params)
-        weight = found.weight
-        if not split.is_whole:
-            # Only the weight gradient of the split backward is traced; the input gradient is the
-            # rest.
-            specs = self._param_specs(index)
-            residuals = self._residual_specs(work, specs)
-            pending = self._pending_specs(work, split, specs, residuals)
-            args = work.params, work.residuals.structs, split.pending
-            weight = self._kernels(split.backward_weight, args, [*specs, *residuals, *pending])
-            changes["pending_bytes"] = sum(map(self._bytes, split.pending, pending))
-        return dataclasses.replace(
-            found, weight=weight, cost=dataclasses.replace(found.cost, **changes)
-        )
-
-    def _loss_count(self, work: LayerWork) -> LayerCount:
-        return self._counted(work, [], self._residual_specs(work, []))
-
-    def _counted(
-        self, work: LayerWork, specs: Sequence[P], residuals: Sequence[P], cost: LayerCost = NO_COST
-    ) -> LayerCount:
-        """Count forward and backward, by the shardings of parameters and residuals."""
-        cotangents = work.cotangents
-        backward = work.params, work.residuals.structs, cotangents
-        return LayerCount(
-            self._kernels(work.residuals.forward, *self._forward(work, specs)),
-            self._kernels(
-                work.residuals.backward, backward, [*specs, *residuals, *self._samples(cotangents)]
-            ),
-            cost=cost,
-        )
+        return _priced(cost, work, hardware, axes, whole=whole)
 
     @functools.cached_property
     def _shared_bytes(self) -> list[int]:
@@ -308,72 +335,40 @@ class Counted:
         # Recomputed groups keep only their inputs, which are all different.
         if self.module.activation_checkpoint_interval:
             return [0] * len(self.keys)
-        alone = [each.cost.residual_bytes for each in self._brief]
+        alone = [work.residual_bytes for work in self._works]
 
         def shared(last: int) -> int:
             if not last or not alone[last - 1] or not alone[last]:
                 return 0
-            work = layer_work(self.module, self.trace, last - 1, last)
-            specs = [*self._param_specs(last - 1), *self._param_specs(last)]
-            both = self._residual_bytes(work, self._residual_specs(work, specs))
+            both = layer_work(self.module, self.trace, last - 1, last).residual_bytes
             return min(max(alone[last - 1] + alone[last] - both, 0), alone[last])
 
         pairs = list(zip([None, *self.keys[:-1]], self.keys, strict=True))
-        return self.trace.on_mesh(lambda: look_once(pairs, shared))
+        return look_once(pairs, shared)
 
-    def _param_specs(self, index: int) -> list[P]:
-        """Return the shardings of a layer's parameters in its actions: gathered along `fsdp`."""
-        specs = self.trace.param_specs[index]
-        leaves = flatten_dict(self.trace.params[index])
-        # Sorted like the leaves of dictionaries in JAX.
-        return [spec_without(specs.get(path, P()), FSDP) for path in sorted(leaves)]
 
-    def _samples(self, structs: Iterable[Any]) -> list[P]:
-        return [samples_spec(x, self.trace.mesh, self.trace.sample_axes) for x in structs]
-
-    def _forward(self, work: LayerWork, specs: Sequence[P]) -> tuple[Sequence[PyTree], Sequence[P]]:
-        """Return the arguments of a forward and the shardings of their leaves."""
-        context = [P()] * len(jax.tree.leaves(work.context))
-        inputs = self._samples(jax.tree.leaves(work.inputs))
-        return (work.params, work.inputs, work.context), [*specs, *inputs, *context]
-
-    def _residual_specs(self, work: LayerWork, specs: Sequence[P]) -> list[P]:
-        return self._last_specs(
-            len(work.residuals.structs), work.residuals.forward, *self._forward(work, specs)
-        )
-
-    def _pending_specs(
-        self, work: LayerWork, split: SplitBackward, specs: Sequence[P], residuals: Sequence[P]
-    ) -> list[P]:
-        cotangents = work.cotangents
-        args = work.params, work.residuals.structs, cotangents
-        specs = [*specs, *residuals, *self._samples(cotangents)]
-        return self._last_specs(len(split.pending), split.backward_input, args, specs)
-
-    def _last_specs(
-        self, count: int, function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P]
-    ) -> list[P]:
-        """Return the shardings of the last `count` leaves of a function's result."""
-        mesh = self.trace.mesh
-        if not automatic_axes(mesh):
-            return [P()] * count
-        found = result_specs(function, args, specs, mesh, MANUAL_AXES)
-        return found[len(found) - count :]
-
-    def _residual_bytes(self, work: LayerWork, specs: Sequence[P]) -> int:
-        each = zip(work.residuals.structs, work.residuals.is_hosted, specs, strict=True)
-        return sum(self._bytes(x, spec) for x, is_hosted, spec in each if not is_hosted)
-
-    def _bytes(self, x: Any, spec: P) -> int:
-        return device_bytes(x, self.trace.mesh, spec)
-
-    def _kernels(
-        self, function: Callable[..., Any], args: Sequence[PyTree], specs: Sequence[P]
-    ) -> list[Kernel]:
-        mesh = self.trace.mesh
-        if not automatic_axes(mesh):
-            return count_kernels(function, args)
-        return count_kernels(function, args, specs, mesh, MANUAL_AXES)
+def _priced(
+    cost: LayerCost,
+    work: LayerWork,
+    hardware: Hardware,
+    axes: Mapping[str, tuple[int, bool]],
+    *,
+    whole: bool,
+) -> LayerCost:
+    """Return a cost with the times of its kernels on some hardware."""
+    forward = time_of(hardware, work.forward, axes)
+    backward = time_of(hardware, work.backward, axes)
+    # The two halves of a split backward read more than the whole backward. The additional reads of
+    # the input gradient are neglected.
+    weight_s = time_of(hardware, work.weight, axes).seconds if whole else 0.0
+    return dataclasses.replace(
+        cost,
+        forward_s=forward.seconds,
+        backward_s=backward.seconds,
+        weight_s=min(weight_s, backward.seconds),
+        flops=forward.flops,
+        whole_flops=forward.whole_flops,
+    )
 
 
 def layer_keys(

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpipe._typing import PyTree
-from jaxpipe.autodiff import SplitBackward
 from jaxpipe.distributed import gather_texts, run_on_all
 from jaxpipe.errors import PartitionError
 from jaxpipe.partition import LayerCost, Profile
@@ -83,7 +82,7 @@ def _times_of(work: LayerWork) -> Times:
     backward_s = measured_s(
         work.residuals.backward, work.params, work.residuals.structs, work.cotangents
     )
-    split = SplitBackward(work.residuals, work.params)
+    split = work.split
     if split.is_whole:
         return forward_s, backward_s, 0.0
     return (

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from jaxpipe.distributed import log
-from jaxpipe.layers import ModelTrace, PipelineModule
 from jaxpipe.partition import (
     Profile,
     cut_stages,
@@ -15,36 +14,27 @@ from jaxpipe.partition import (
     tick_of,
 )
 
+from ._job import Job
+
 _WORTH_SAYING = 0.1
 """The layers after the trunk are mentioned if they take at least this share of a tick."""
 
 
-def notes_on_cut(
-    module: PipelineModule,
-    trace: ModelTrace,
-    profile: Profile,
-    parts: Sequence[int],
-    split_note: str,
-) -> tuple[str, ...]:
+def notes_on_cut(job: Job, profile: Profile, parts: Sequence[int]) -> tuple[str, ...]:
     """Compare a cut with another one, and describe the time of the last layers and the loss.
 
-    The sentences are logged too. `split_note` explains why the vocabulary is split or not.
+    The sentences are logged too.
     """
     if not tick_of(profile, parts).seconds:
         return ()
-    notes = (
-        _on_alternative(module, trace, profile, parts),
-        *_on_loss(module, profile, parts, split_note),
-    )
+    notes = (_on_alternative(job, profile, parts), *_on_loss(job, profile, parts))
     log(logging.INFO, "%s", "; ".join(notes))
-    _warn_of_small_trunk(module, trace, profile, parts)
+    _warn_of_small_trunk(job, profile, parts)
     return notes
 
 
-def _on_alternative(
-    module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]
-) -> str:
-    method = module.partition_method
+def _on_alternative(job: Job, profile: Profile, parts: Sequence[int]) -> str:
+    method = job.module.partition_method
     num_parts = len(parts) - 1
     tick = tick_of(profile, parts)
     cut = f"partition_method={method!r} cuts at {list(parts)}"
@@ -52,7 +42,7 @@ def _on_alternative(
     other = partition_best(profile, num_parts)
     if is_method(method, "best"):
         other_method = "parameters"
-        other = partition_balanced(trace.num_own_params(), num_parts)
+        other = partition_balanced(job.trace.num_own_params(), num_parts)
     if other == list(parts):
         return f"{cut}, as {other_method!r} would"
     ratio = tick_of(profile, other).seconds / tick.seconds
@@ -60,11 +50,10 @@ def _on_alternative(
     return f"{choice}, for a tick {ratio:.2f} times as long by operations and bytes"
 
 
-def _on_loss(
-    module: PipelineModule, profile: Profile, parts: Sequence[int], split_note: str
-) -> list[str]:
+def _on_loss(job: Job, profile: Profile, parts: Sequence[int]) -> list[str]:
+    reasons = [job.split_note] if job.split_note else []
     if profile.layers[-1].is_stage_sharded:
-        return [split_note] if split_note else []
+        return reasons
     seconds = profile.seconds()
     epilogue = cut_stages(profile.signatures, parts)[-1].epilogue
     slowest = tick_of(profile, parts).slowest_s
@@ -75,22 +64,20 @@ def _on_loss(
     what = (
         "the loss"
         if not epilogue
-        else f"{', '.join(module.layers[i].name for i in epilogue)} and the loss"
+        else f"{', '.join(job.module.layers[i].name for i in epilogue)} and the loss"
     )
     found = f"{what} take {share:.2f} of a tick on the last stage, for which all others wait"
-    if split_note:
-        return [found, split_note]
-    less = share / module.num_stages
+    if reasons:
+        return [found, *reasons]
+    less = share / job.module.num_stages
     more = f"split over the stages (pipeline.split_vocabulary) they would take {less:.2f}"
     return [f"{found}; {more}"]
 
 
-def _warn_of_small_trunk(
-    module: PipelineModule, trace: ModelTrace, profile: Profile, parts: Sequence[int]
-) -> None:
-    if not is_method(module.partition_method, "parameters"):
+def _warn_of_small_trunk(job: Job, profile: Profile, parts: Sequence[int]) -> None:
+    if not is_method(job.module.partition_method, "parameters"):
         return
-    num_params = trace.num_own_params()
+    num_params = job.trace.num_own_params()
     cuts = cut_stages(profile.signatures, parts)
     sizes = [sum(num_params[a:b]) for a, b in pairwise(parts)]
     largest = sizes.index(max(sizes))

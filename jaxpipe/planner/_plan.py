@@ -6,10 +6,10 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
-from jaxpipe.config import PipelineConfig, TrainConfig, unless_auto
+from jaxpipe.config import PipelineConfig, unless_auto
 from jaxpipe.errors import ConfigError
 from jaxpipe.executor import Plan, loops_idle, waits_in_branches
-from jaxpipe.layers import ModelTrace, PipelineModule
+from jaxpipe.layers import PipelineModule
 from jaxpipe.partition import cut_stages
 from jaxpipe.schedules import (
     IdlePolicy,
@@ -24,6 +24,8 @@ from jaxpipe.schedules import (
 from jaxpipe.state import VocabLayers, find_vocab_layers
 from jaxpipe.topology import FSDP, automatic_axes, mesh_shape, stages_cross_hosts
 
+from ._job import Job
+
 _OVERLAP_COST = 1.02
 """How much longer a schedule may become when losses run one tick later.
 
@@ -32,25 +34,21 @@ This is less than the exchanges of the losses between hosts would take.
 
 
 def plan_cut(
-    module: PipelineModule,
-    trace: ModelTrace,
-    mesh: Mesh,
-    num_microbatches: int,
-    config: TrainConfig,
-    section: PipelineConfig,
-    signatures: Sequence[Hashable],
-    parts: Sequence[int],
+    job: Job, section: PipelineConfig, signatures: Sequence[Hashable], parts: Sequence[int]
 ) -> Plan:
     """Make the decisions that follow from a schedule and a cut.
 
     Nothing is measured, and the mesh's devices may be absent. `section` is the section `pipeline`
-    of `config` with the chosen schedule.
+    of the configuration with the chosen schedule.
     """
+    module = job.module
+    mesh = job.mesh
+    config = job.config
     schedule = schedule_of(section)
     vocab, _ = find_vocab_layers(
-        module.layers, trace, cut_stages(signatures, parts), module.num_stages
+        module.layers, job.trace, cut_stages(signatures, parts), module.num_stages
     )
-    program = lower_training(schedule, num_microbatches, section, module, vocab, mesh)
+    program = lower_training(schedule, job.num_microbatches, section, module, vocab, mesh)
     if section.skip_idle == "auto":
         section = dataclasses.replace(section, skip_idle=skips_idle(program, mesh))
     section = _with_gathers(section, config.zero_optimization.stage, mesh)

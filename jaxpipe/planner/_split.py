@@ -1,14 +1,12 @@
 """Decide whether to split a model's embedding, head and loss over the stages."""
 
+import dataclasses
 from dataclasses import dataclass
 
-import optax
-
-from ._calibrate import limit_of, reference_hardware
-from ._candidate import Job
+from ._calibrate import limit_of
 from ._choose import Asked, candidates, ranked
 from ._forecast import Forecast, gigabytes
-from ._traced import Traced
+from ._job import Job
 
 
 @dataclass(frozen=True)
@@ -19,27 +17,15 @@ class SplitChoice:
     reason: str
 
 
-def choose_split(
-    whole: Traced, split: Traced, num_microbatches: int, optimizer: optax.GradientTransformation
-) -> SplitChoice:
+def choose_split(whole: Job, split: Job) -> SplitChoice:
     """Compare a model with and without the split, by the candidates of `"auto"` and `plan`."""
     section = whole.config.pipeline
     found = []
-    for traced in (whole, split):
-        mesh = traced.mesh
-        config = whole.config
-        job = Job(
-            traced.module,
-            traced.trace,
-            mesh,
-            traced.counted,
-            num_microbatches,
-            config,
-            optimizer,
-            reference_hardware(mesh),  # so that the decision is the same on every machine
-            limit_of(section, mesh),
+    for job in (whole, split):
+        limited = dataclasses.replace(
+            job, config=whole.config, limit_bytes=limit_of(section, job.mesh)
         )
-        found.append(ranked(candidates(job, Asked.of(section)))[0])
+        found.append(ranked(candidates(limited, Asked.of(section)))[0])
     return SplitChoice(ranked(found)[0] is found[1], _reason(*found))
 
 

@@ -55,7 +55,6 @@ def plan_here(
     loaded = load_config(config)
     entry = jax.ShapeDtypeStruct((4 * replicas, 32), jnp.int32)
     size, optimizer = loaded.gradient_accumulation_steps, optax.adamw(1e-3)
-    traced = trace_model(
-        configure_model(module, loaded), mesh, (entry, entry), loaded, size, optimizer
+    return make_plan(
+        trace_model(configure_model(module, loaded), mesh, (entry, entry), loaded, size, optimizer)
     )
-    return make_plan(traced, size, optimizer)

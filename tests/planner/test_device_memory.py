@@ -14,7 +14,7 @@ from jaxpipe.config import load_config
 from jaxpipe.data import Batch
 from jaxpipe.errors import ConfigError
 from jaxpipe.pipeline import configure_model
-from jaxpipe.planner import Counted, Traced, make_plan
+from jaxpipe.planner import HARDWARE, Counted, Job, make_plan
 from jaxpipe.planner._calibrate import limit_of
 from jaxpipe.planner._memory import bytes_per_param
 from jaxpipe.topology import make_pipeline_mesh
@@ -60,8 +60,8 @@ def test_the_plan_knows_what_the_optimiser_holds(schedule: str) -> None:
     mesh = make_pipeline_mesh(PipeDataParallelTopology(4, 2), jax.devices())
     batch = Batch(X, X, {})
     trace = module.trace(X, {}, mesh.abstract_mesh)
-    traced = Traced(module, mesh, trace, batch, batch, Counted(module, trace, X), settings)
-    plan = make_plan(traced, 8, optax.sgd(0.1))
+    choices = settings, 8, optax.sgd(0.1), HARDWARE["h200"]
+    plan = make_plan(Job(module, mesh, trace, batch, batch, Counted(module, trace, X), *choices))
     assert plan.profile is not None
     assert plan.profile.memory is not None
     assert plan.profile.memory.bytes_per_param == 4 + 4 + 4 / 2

@@ -184,7 +184,7 @@ def test_an_optimiser_that_looks_at_whole_tables_keeps_them_whole() -> None:
 def test_what_takes_longer_split_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside an automatic axis the sums over the stages have nothing to travel under."""
     slow = dataclasses.replace(HARDWARE["h100"], wire_bytes_per_s=1e6)
-    monkeypatch.setattr("jaxpipe.planner._split.reference_hardware", lambda _: slow)
+    monkeypatch.setattr("jaxpipe.pipeline._traced.reference_hardware", lambda _: slow)
     x = jax.ShapeDtypeStruct((4, 16), jnp.int32)
     config = {**SIZES, "zero_optimization": {"stage": 3}}
     module = model(8)
