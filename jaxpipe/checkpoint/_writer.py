@@ -49,9 +49,11 @@ from ._directory import (
     remove_old,
     step_tag,
 )
+from ._folder_lock import FolderLock
 from ._index import INDEX, Index, StoredArray, dump_index
 from ._json import check_json, dump_json
-from ._lock import DirectoryLock
+from ._lock import Lock
+from ._object_lock import ObjectLock
 from ._reports import collect, remove_reports, report, still_writing
 from ._storage import (
     NotSyncedError,
@@ -95,7 +97,7 @@ class RunState:
 class _Job:
     """A checkpoint that is being written."""
 
-    lock: DirectoryLock | None
+    lock: Lock | None
     save_dir: AnyPath
     tag: str
     sequence: int
@@ -265,7 +267,7 @@ class CheckpointWriter:
         before_exit(self._ended.wait, "a checkpoint was written in the background, which is lost")
         atexit.register(report)
 
-    def _run(self, finish: Callable[[], None], lock: DirectoryLock | None) -> None:
+    def _run(self, finish: Callable[[], None], lock: Lock | None) -> None:
         """Finish a save; `wait` raises what failed, on all processes."""
         is_saved = False
         try:
@@ -295,7 +297,7 @@ def _finish(job: _Job, keep_last: int | None, keep_every: int | None, *, backgro
     if failed is not None and background:
         _caught(lambda: report(job.data, error=_first_line(failed)))
     elif failed is None and job.lock is not None:
-        failed = _caught(lambda: _commit(job, cast("DirectoryLock", job.lock)))
+        failed = _caught(lambda: _commit(job, cast("Lock", job.lock)))
     if job.lock is not None and failed is None:
         _make_room(job, job.lock.known, keep_last, keep_every)
     elif job.lock is not None:
@@ -339,7 +341,7 @@ def _write(job: _Job) -> None:
     report(job.data, sha256=sha256, num_chunks=num_chunks)
 
 
-def _commit(job: _Job, lock: DirectoryLock) -> None:
+def _commit(job: _Job, lock: Lock) -> None:
     """Combine what all processes wrote, and commit."""
     reports = collect(job.data, lock.check)
     finish_arrays(job.data / ARRAYS, sum(each.num_chunks for each in reports))
@@ -390,7 +392,7 @@ def _check_client_state(client_state: Any) -> None:
 class _Prepared:
     """A directory that is ready for a save: it is locked, and the data's folder exists."""
 
-    lock: DirectoryLock
+    lock: Lock
     data: str
     sequence: int
 
@@ -400,7 +402,9 @@ def _prepare(save_dir: AnyPath, tag: str) -> _Prepared:
     with _told(save_dir):
         folder = save_dir / tag  # refused before anything is written if a store has no such name
         make_folder(save_dir)
-        lock = DirectoryLock.begin_save(save_dir.absolute())
+        path = save_dir.absolute()
+        is_store = isinstance(path, StorePath)
+        lock = ObjectLock.begin_save(path) if is_store else FolderLock.begin_save(path)
         try:
             if link := link_of(folder):
                 raise CheckpointError(

@@ -138,12 +138,9 @@ class GPT2Config(Section):
 
 
 class Positions(nn.Module):
-    """Adds learned position embeddings, then dropout; `num_positions` is the longest sequence."""
+    """Adds learned position embeddings, then dropout."""
 
-    num_positions: int
-    dropout_rate: float = 0.0
-    initializer_range: float = 0.02
-    dtype: Any = None
+    config: GPT2Config
 
     @nn.compact
     def __call__(
@@ -155,20 +152,21 @@ class Positions(nn.Module):
         train: bool = False,
     ) -> jax.Array:
         """Add the embeddings to `x`, `[B, T, H]`; the other arguments are integers `[B, T]`."""
+        config = self.config
         length = x.shape[1]
         # Positions beyond the table would give NaN.
-        if length > self.num_positions:
+        if length > config.n_positions:
             raise LayerError(
-                f"a sequence must have at most num_positions={self.num_positions} positions, but "
+                f"a sequence must have at most n_positions={config.n_positions} positions, but "
                 f"got {length}. Cut it into shorter ones."
             )
         if positions is None:
             positions = positions_of(length, segment_ids)
-        init = nn.initializers.normal(self.initializer_range)
+        init = nn.initializers.normal(config.initializer_range)
         x = x + nn.Embed(
-            self.num_positions, x.shape[-1], self.dtype, embedding_init=init, name="position"
+            config.n_positions, x.shape[-1], config.dtype, embedding_init=init, name="position"
         )(positions)
-        return nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+        return nn.Dropout(config.embd_pdrop, deterministic=not train)(x)
 
 
 def gpt2(config: GPT2Config) -> list[LayerSpec]:
@@ -200,9 +198,7 @@ def gpt2(config: GPT2Config) -> list[LayerSpec]:
     init = nn.initializers.normal(config.initializer_range)
     sizes = (config.vocab_size, config.n_embd, config.dtype)
     blocks = [LayerSpec(DeepSpeedTransformerLayer, config.block()) for _ in range(config.n_layer)]
-    positions = LayerSpec(
-        Positions, config.n_positions, config.embd_pdrop, config.initializer_range, config.dtype
-    )
+    positions = LayerSpec(Positions, config)
     norm = LayerSpec(nn.LayerNorm, config.layer_norm_epsilon, config.dtype, use_fast_variance=False)
     if config.tie_word_embeddings:
         first = TiedLayerSpec("embedding", nn.Embed, *sizes, embedding_init=init)

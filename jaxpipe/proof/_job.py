@@ -322,7 +322,7 @@ def on_simulated(
         )
     # The model's own axes stay, because layers may name them in constraints. A length that divides
     # their own divides the dims that they divide.
-    further = {**{name: _least_divisor(length) for name, length in own.items()}, **places}
+    further = {**{name: least_divisor(length) for name, length in own.items()}, **places}
     others = model.num_stages * math.prod(
         length for name, length in further.items() if name not in ("data", "pipe")
     )
@@ -339,7 +339,8 @@ def made_topology(num_stages: int, num_replicas: int, axes: Mapping[str, int]) -
     return ProcessTopology(names, [lengths[name] for name in names])
 
 
-def _least_divisor(length: int) -> int:
+def least_divisor(length: int) -> int:
+    """Return the smallest divisor above 1. It is 1 for 1."""
     return next((n for n in range(2, length + 1) if length % n == 0), 1)
 
 

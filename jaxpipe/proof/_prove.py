@@ -23,7 +23,7 @@ from ._determinism import determinism_findings
 from ._job import OWN, Job, Precision, check_example, on_simulated
 from ._layers import Fault, layer_findings
 from ._locate import Located, locate
-from ._narrow import LEAST, narrowed
+from ._narrow import narrowed
 from ._numbers import compare, compare_ragged, layers_below_double, nan_stays
 from ._optimizing import optimizing
 from ._processes import process_findings
@@ -66,8 +66,8 @@ def prove(  # noqa: PLR0913  # one argument for each choice
         hardware: Name and number of devices, such as `"h200:8"`, as for `plan`. The step of the
             whole job is compiled for them, without a device. None: it is not compiled.
         quick: Whether to leave out the job's own dtypes, checkpoints, determinism and processes.
-        as_is: Whether to prove the model at its own sizes. By default its widths and lengths are
-            divided by a power of two, and runs of equal layers are shortened.
+        as_is: Whether to prove the model at its own sizes. By default runs of equal layers are
+            shortened, and a family of `jaxpipe.models` gets small sizes.
         only: Names of the claims to check. None: all of them.
 
     Returns:
@@ -75,8 +75,8 @@ def prove(  # noqa: PLR0913  # one argument for each choice
         two programs first differ.
 
     Raises:
-        ConfigError: The configuration is wrong, there is no optimiser, or a name in `only` is not
-            that of a claim.
+        ConfigError: The configuration is wrong, there is no optimiser, the model has too many
+            parameters even if it is shortened, or a name in `only` is not that of a claim.
         TopologyError: There are too few simulated devices.
         JaxpipeError: Whatever building the pipeline raises.
     """
@@ -192,12 +192,11 @@ def made_job(
     if as_is:
         return Made(Job(model, config, example_batch, optimizer, places or {}), {}, is_small=False)
     narrow = narrowed(model, example_batch, config.pipeline)
-    before, after = narrow.num_layers
-    divided = f"sizes of {LEAST} and more divided by {narrow.factor}, "
-    text = f"{divided if narrow.factor > 1 else ''}{after} of {before} layers"
-    job = Job(narrow.model, config, narrow.example, optimizer, places or {})
+    sizes = "small sizes, " if narrow.has_small_sizes else ""
     why = f" ({narrow.why})" if narrow.why else ""
-    return Made(job, {"narrowed": text + why}, is_small=narrow.is_small)
+    text = f"{sizes}{len(narrow.model.layers)} of {len(model.layers)} layers{why}"
+    job = Job(narrow.model, config, narrow.example, optimizer, places or {})
+    return Made(job, {"narrowed": text}, is_small=narrow.is_small)
 
 
 def read_options(text: str) -> dict[str, Any]:

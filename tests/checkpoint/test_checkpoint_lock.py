@@ -32,7 +32,8 @@ from jaxpipe.checkpoint import (
     committed_tags,
     load_params,
 )
-from jaxpipe.checkpoint._lock import DirectoryLock, _new_owner, _Owner, _start_of
+from jaxpipe.checkpoint._folder_lock import FolderLock
+from jaxpipe.checkpoint._owner import Owner, start_of
 from jaxpipe.errors import CheckpointError
 
 SCRIPT = Path(__file__).parent / "_save_again_and_again.py"
@@ -58,9 +59,23 @@ def save(run: Run, path: Path, step: int = 1, **how: Any) -> CheckpointWriter:
     return writer
 
 
+def owner_of(path: Path) -> Owner:
+    """This process, as the owner of a directory's lock."""
+    return Owner.here(str(path.stat().st_ino))
+
+
+def wait_until_free(path: Path) -> None:
+    """Wait for the thread of a lock: it removes the lock once the run has been dropped."""
+    gives_up_by = time.monotonic() + 10
+    while list(path.glob(".lock*")):
+        assert time.monotonic() < gives_up_by
+        time.sleep(0.01)
+
+
 def held_by(path: Path, age_s: float = 0.0, **changed: str) -> Path:
     """The lock of another owner, who gave the last sign of life so long ago."""
-    owner: _Owner = dataclasses.replace(_new_owner(path), **changed)
+    wait_until_free(path)
+    owner = dataclasses.replace(owner_of(path), **changed)
     file = path / ".lock" / owner.name
     file.parent.mkdir(parents=True)
     file.touch()
@@ -89,7 +104,7 @@ def test_it_is_there_from_the_first_save_of_a_run_to_its_end(run: Run, tmp_path:
     assert list(committed_tags(tmp_path)) == ["global_step1", "global_step2"]
     del writer
     gc.collect()
-    assert not list(tmp_path.glob(".lock*"))
+    wait_until_free(tmp_path)
 
 
 def test_runs_of_one_process_share_it(run: Run, tmp_path: Path) -> None:
@@ -103,7 +118,7 @@ def test_runs_of_one_process_share_it(run: Run, tmp_path: Path) -> None:
     assert held_in(tmp_path) == names
     del second
     gc.collect()
-    assert held_in(tmp_path) == []
+    wait_until_free(tmp_path)
 
 
 @pytest.mark.skipif(
@@ -139,7 +154,7 @@ def test_two_saves_of_one_process_at_once(
 def test_a_lock_that_could_not_be_given_back_is_in_nobodys_way(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = DirectoryLock(tmp_path)
+    lock = FolderLock(tmp_path)
     with monkeypatch.context() as outage:
         outage.setattr(
             Path,
@@ -159,7 +174,7 @@ def test_a_copy_of_a_directory_is_not_held(
     writer = save(run, tmp_path / "first")
     began = time.monotonic()
     save(run, shutil.copytree(tmp_path / "first", tmp_path / "copy"), 2)
-    held_by(tmp_path / "copy", pid=str(sleeper.pid), start=_start_of(str(sleeper.pid)))
+    held_by(tmp_path / "copy", pid=str(sleeper.pid), start=start_of(str(sleeper.pid)))
     other = shutil.copytree(tmp_path / "copy", tmp_path / "other")
     for file in (other / ".lock").iterdir():
         os.utime(file, (time.time() - 61,) * 2)
@@ -221,7 +236,7 @@ def test_a_process_that_lives_is_named(
 ) -> None:
     pid = str(sleeper.pid)
     file = held_by(
-        tmp_path, age_s=1e6, pid=pid, start=_start_of(pid), since="1700000000", host="node-7"
+        tmp_path, age_s=1e6, pid=pid, start=start_of(pid), since="1700000000", host="node-7"
     )
     match = (
         rf"one job at a time, but got save_dir='{tmp_path}', which is held by process {pid} on "
@@ -241,9 +256,9 @@ def test_a_process_that_was_killed_is_not_waited_for(
 ) -> None:
     """Neither before nor after its parent has taken note of it."""
     pid = str(sleeper.pid)
-    start = _start_of(pid)
+    start = start_of(pid)
     sleeper.kill()
-    while _start_of(pid) == start:
+    while start_of(pid) == start:
         time.sleep(0.01)
     for step in (1, 2):
         held_by(tmp_path, pid=pid, start=start)
@@ -260,11 +275,11 @@ def test_a_number_that_is_another_process_now(
     for pid in (str(sleeper.pid), str(os.getpid())):
         held_by(tmp_path, pid=pid, start="1")
         save(run, tmp_path)
-    assert not (tmp_path / ".lock").exists()
+    wait_until_free(tmp_path)
 
 
 def test_another_save_of_this_process(run: Run, tmp_path: Path) -> None:
-    lock = DirectoryLock(tmp_path)
+    lock = FolderLock(tmp_path)
     with pytest.raises(
         CheckpointError,
         match=f"held by process {os.getpid()} on .* UTC, which is this process. Save",
@@ -272,6 +287,21 @@ def test_another_save_of_this_process(run: Run, tmp_path: Path) -> None:
         save(run, tmp_path)
     lock.release()
     save(run, tmp_path)
+
+
+def test_a_fork_does_not_take_the_lock_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
+) -> None:
+    lock, pid = FolderLock(tmp_path), os.getpid()
+    lock.end_save(sleeper, is_kept=True)
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: sleeper.pid)
+        with pytest.raises(CheckpointError, match=f"held by process {pid} on "):
+            FolderLock.begin_save(tmp_path)
+        lock.release()
+    lock.check()
+    lock.release()
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_machine_that_was_silent_for_long(run: Run, tmp_path: Path) -> None:
@@ -316,18 +346,18 @@ def test_many_at_once(tmp_path: Path) -> None:
     """One of them takes over from a process that has died, however often it is tried."""
     for _ in range(30):
         held_by(tmp_path, pid="4194305", start="1")
-        locks: list[DirectoryLock] = []
+        locks: list[FolderLock] = []
         refused: list[CheckpointError] = []
         barrier = threading.Barrier(8)
 
         def take(
-            locks: list[DirectoryLock] = locks,
+            locks: list[FolderLock] = locks,
             refused: list[CheckpointError] = refused,
             barrier: threading.Barrier = barrier,
         ) -> None:
             barrier.wait()
             try:
-                locks.append(DirectoryLock(tmp_path))
+                locks.append(FolderLock(tmp_path))
             except CheckpointError as error:
                 refused.append(error)
 
@@ -346,7 +376,7 @@ def test_what_killed_processes_left_of_locks_is_removed(run: Run, tmp_path: Path
     """But nothing that only looks like it."""
     left = tmp_path / ".lock-0123abcd"
     left.mkdir()
-    (left / dataclasses.replace(_new_owner(tmp_path), pid="4194305", start="1").name).touch()
+    (left / dataclasses.replace(owner_of(tmp_path), pid="4194305", start="1").name).touch()
     for name in (".lock-mine", ".lock-89abcdef"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
@@ -363,15 +393,15 @@ def test_an_owner_that_ends_while_it_is_watched_is_not_told_of(
 ) -> None:
     """Its file is gone between two looks at it."""
     file = held_by(tmp_path, place="0" * 8)
-    true = _lock._is_gone
+    true = FolderLock._is_gone
 
     def is_gone(*args: Any) -> bool:
         gone = true(*args)
         file.unlink(missing_ok=True)
         return gone
 
-    monkeypatch.setattr(_lock, "_is_gone", is_gone)
-    DirectoryLock(tmp_path).release()
+    monkeypatch.setattr(FolderLock, "_is_gone", is_gone)
+    FolderLock(tmp_path).release()
 
 
 def test_a_pipe_in_the_place_of_an_owner_is_not_waited_on(
@@ -381,7 +411,7 @@ def test_a_pipe_in_the_place_of_an_owner_is_not_waited_on(
     monkeypatch.setattr(_lock, "_SILENT_S", 0.5)
     (tmp_path / ".lock").mkdir()
     os.mkfifo(tmp_path / ".lock" / "pipe")
-    DirectoryLock(tmp_path).release()
+    FolderLock(tmp_path).release()
     assert not (tmp_path / ".lock").exists()
 
 
@@ -389,15 +419,15 @@ def test_leftovers_that_cannot_be_read_do_not_stop_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".lock-0123abcd").mkdir()
-    true = _lock._owners
+    true = FolderLock.owners
 
     def owners(folder: Path) -> list[Any]:
         if folder.name == ".lock-0123abcd":
             raise PermissionError(13, "Permission denied", str(folder))
         return true(folder)
 
-    monkeypatch.setattr(_lock, "_owners", owners)
-    DirectoryLock(tmp_path).release()
+    monkeypatch.setattr(FolderLock, "owners", staticmethod(owners))
+    FolderLock(tmp_path).release()
 
 
 LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -51,7 +51,8 @@ from jaxpipe.checkpoint import (
     verify_checkpoint,
 )
 from jaxpipe.checkpoint.__main__ import main
-from jaxpipe.checkpoint._lock import DirectoryLock, _new_owner, _Owner
+from jaxpipe.checkpoint._object_lock import ObjectLock
+from jaxpipe.checkpoint._owner import Owner, start_of
 from jaxpipe.checkpoint._reports import collect, remove_reports, report, still_writing
 from jaxpipe.checkpoint._staging import _array_of, _joined, _Range
 from jaxpipe.checkpoint._store import finish_arrays, write_arrays
@@ -309,7 +310,7 @@ def test_ranges_of_a_file() -> None:
 
 def claim(url: str, **differs: str) -> StorePath:
     """The lock as another process takes it."""
-    owner = dataclasses.replace(_new_owner(store(url)), **differs)
+    owner = dataclasses.replace(Owner.here(url), **differs)
     file = store(url) / ".lock" / "owner"
     file.write_text(owner.name)
     return file
@@ -329,7 +330,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_held_by_a_process_of_this_machine(memory: str, sleeper: subprocess.Popen[bytes]) -> None:
     pid = str(sleeper.pid)
-    claim(memory, pid=pid, start=_lock._start_of(pid), since="1700000000", host="here")
+    claim(memory, pid=pid, start=start_of(pid), since="1700000000", host="here")
     with pytest.raises(
         CheckpointError, match=rf"got save_dir='{memory}', .* held by process {pid} on .* Save"
     ):
@@ -397,7 +398,7 @@ def test_an_answer_that_is_lost_does_not_lose_the_lock(
 
     with monkeypatch.context() as patch:
         patch.setattr(DiskStore, "put", put)
-        lock = DirectoryLock(store(disk))
+        lock = ObjectLock(store(disk))
         assert locks_in(disk)
         lock.release()
     assert names_in(disk) == set()
@@ -409,7 +410,7 @@ def test_a_lock_that_is_given_back_does_not_come_again(
     """Its sign of life is a request of its own, which may be the later one."""
     monkeypatch.setattr(_lock, "_BEAT_S", 0.05)
     others, released = set(threading.enumerate()), threading.Event()
-    lock = DirectoryLock(store(disk))
+    lock = ObjectLock(store(disk))
 
     def release(number: int, name: str, path: str, is_done: bool) -> None:
         if name == "put" and not is_done and not released.is_set():
@@ -457,28 +458,31 @@ def test_of_many_that_begin_at_once_one_gets_the_lock(
     rng = random.Random(0)
     for number in range(4):
         folder = store(f"{memory}/{number}")
-        own = _new_owner(folder)
+        own = Owner.here(folder.url)
         owners = [dataclasses.replace(own, place=f"{i:08x}", host=f"host{i}") for i in range(6)]
         pauses = [rng.uniform(0, 0.03) for _ in owners]
         with ThreadPoolExecutor(len(owners)) as pool:
             got = list(pool.map(functools.partial(takes, folder, ended=[]), owners, pauses))
-        assert sum(got) == 1
-        assert is_held_by(folder.url, owners[got.index(True)].host)
+        (lock,) = (each for each in got if each is not None)
+        assert is_held_by(folder.url, owners[got.index(lock)].host)
+        lock.release()
 
 
-def takes(folder: StorePath, owner: _Owner, pause_s: float, *, ended: list[str]) -> bool:
+def takes(
+    folder: StorePath, owner: Owner, pause_s: float, *, ended: list[str]
+) -> ObjectLock | None:
     """Ask for the lock, and give signs of life if it is had until the five others have ended."""
     time.sleep(pause_s)
     try:
-        _lock._take_on_store(folder, owner)
+        lock = ObjectLock(folder, owner)
     except CheckpointError:
         ended.append(owner.name)
-        return False
+        return None
     deadline = time.monotonic() + 10
     while len(ended) < 5 and time.monotonic() < deadline:
-        assert _lock._replace(folder / ".lock" / "owner", owner, f"{owner.name}\n{time.time()}")
+        lock.check()
         time.sleep(0.02)
-    return True
+    return lock
 
 
 def test_processes_tell_process_0_through_the_store(
@@ -1021,28 +1025,32 @@ def test_servers(bucket: str, tmp_path: Path) -> None:
 def test_the_lock_on_servers(bucket: str) -> None:
     """Of many that ask at once one gets it; a dead owner's is taken over."""
     folder = store(f"{bucket}/run")
-    file, own = folder / ".lock" / "owner", _new_owner(folder)
+    own = Owner.here(folder.url)
 
-    def takes(owner: _Owner) -> bool:
+    def takes(owner: Owner) -> ObjectLock | None:
         with contextlib.suppress(CheckpointError):
-            _lock._take_on_store(folder, owner)
-            return True
-        return False
+            return ObjectLock(folder, owner)
+        return None
 
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(subprocess.Popen(["sleep", "600"])) for _ in range(4)]
         for child in children:
             stack.callback(child.kill)
         pids = [str(child.pid) for child in children]
-        owners = [dataclasses.replace(own, pid=pid, start=_lock._start_of(pid)) for pid in pids]
+        owners = [dataclasses.replace(own, pid=pid, start=start_of(pid)) for pid in pids]
         with ThreadPoolExecutor(len(owners)) as pool:
             got = list(pool.map(takes, owners))
-        assert sum(got) == 1
-        first = owners[got.index(True)]
-        assert _lock._read(file)[0] == first.name
-    _lock._take_on_store(folder, own)
+        (first,) = (each for each in got if each is not None)
+        ((_, owner),) = ObjectLock.owners(folder / ".lock")
+        assert owner == owners[got.index(first)]
+    second = ObjectLock(folder, own)
     # The one that was taken for dead writes no more.
-    assert not _lock._replace(file, first, "")
-    assert _lock._replace(file, own, "")
-    _lock._take_on_store(folder, dataclasses.replace(own, nonce="1"))
+    first.release()
+    with pytest.raises(OSError, match="lost its lock"):
+        first.check()
+    second.check()
+    second.release()
+    assert locks_in(folder.url) == set()
+    third = ObjectLock(folder, dataclasses.replace(own, nonce="00000001"))
     assert locks_in(folder.url) == {".lock/owner"}
+    third.release()

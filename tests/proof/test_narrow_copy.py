@@ -1,10 +1,9 @@
 """The narrow copy of a job, and layers that are made from other arguments."""
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,7 +14,20 @@ from flax import nnx
 
 from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.config import PipelineConfig
-from jaxpipe.errors import LayerError
+from jaxpipe.errors import ConfigError, LayerError
+from jaxpipe.layers import lora
+from jaxpipe.losses import cross_entropy
+from jaxpipe.models import (
+    BertConfig,
+    ExpertsConfig,
+    GPT2Config,
+    LatentConfig,
+    LlamaConfig,
+    bert,
+    gpt2,
+    llama,
+)
+from jaxpipe.proof._family import small_config
 from jaxpipe.proof._narrow import Narrow, narrowed
 from jaxpipe.proof._prove import made_job
 from jaxpipe.proof._wide import wide_module
@@ -45,150 +57,7 @@ def given(model: PipelineModule, index: int = 0) -> dict[str, Any]:
     return model.layers[index].item.module_kwargs
 
 
-# What is divided.
-
-
-class Masked(nn.Module):
-    """Embeds tokens where a mask is 1."""
-
-    vocab: int
-    width: int
-
-    @nn.compact
-    def __call__(self, pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-        tokens, mask = pair
-        return (nn.Embed(self.vocab, self.width)(tokens) * mask[..., None]).mean(1)
-
-
-def classes(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return -jnp.mean(nn.log_softmax(logits)[jnp.arange(len(labels)), labels])
-
-
-@pytest.mark.parametrize("most", [4095, 63], ids=["tokens of 64 and more", "small tokens"])
-def test_masks_and_classes_stay_and_tokens_are_below_their_vocabulary(most: int) -> None:
-    tokens = np.linspace(0, most, SAMPLES * 6).astype(np.int32).reshape(SAMPLES, 6)
-    mask = np.tile(np.array([1, 0], np.int32), (SAMPLES, 3))
-    labels = np.arange(4, 4 + SAMPLES).astype(np.int32)
-    layers = [LayerSpec(Masked, 4096, 512), LayerSpec(nn.Dense, 8)]
-    narrow = narrow_of(layers, ((tokens, mask), labels), classes)
-    assert narrow.factor == 4
-    (ids, ones), small_labels, _ = narrow.example
-    np.testing.assert_array_equal(ones, mask)
-    np.testing.assert_array_equal(small_labels, labels)
-    assert ids.max() < narrow.model.layers[0].item.module_args[0] == 1024
-    assert ids.dtype == np.int32
-    np.testing.assert_array_equal(ids, tokens // 4 if most > 63 else tokens)
-
-
-def test_small_ids_stay_below_the_least_divided_size() -> None:
-    labels = (np.arange(SAMPLES) * 20).astype(np.int32)  # up to 60
-    layers = [LayerSpec(nn.Dense, 64), LayerSpec(nn.Dense, 16384), LayerSpec(nn.Dense, 64)]
-    narrow = narrow_of(layers, (floats(64)[0], labels), classes)
-    assert narrow.factor == 4
-    np.testing.assert_array_equal(narrow.example[1], labels // 4)
-
-
-class Colour(enum.IntEnum):
-    RED = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    vocab_size: int = 500
-    pad_token_id: int = 499
-    seed: int = 1234
-    colour: Colour = Colour.RED
-    ids_of_pads: tuple[int, ...] = (65,)
-
-
-class Padded(nn.Module):
-    """Embeds all tokens but one."""
-
-    settings: Settings = Settings()
-    width: int = 2048
-    mask_id: int = 3
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        is_text = (tokens != self.settings.pad_token_id)[..., None]
-        return (nn.Embed(self.settings.vocab_size, self.width)(tokens) * is_text).mean(1)
-
-
-def test_ids_among_arguments_are_those_of_narrow_tokens() -> None:
-    tokens = np.full((SAMPLES, 4), 499, np.int32)
-    narrow = narrow_of([LayerSpec(Padded), LayerSpec(nn.Dense, 1)], (tokens, floats(1)[0]))
-    assert narrow.factor == 2
-    made = given(narrow.model)
-    assert made["mask_id"] == 1
-    assert made["settings"] == Settings(250, 249, 1234, Colour.RED, (33,))
-    assert made["settings"].colour is Colour.RED
-    assert narrow.example[0].max() == 249
-    assert narrow.why == ""
-
-
-# How far it is divided.
-
-
-class Fixed(nn.Module):
-    """Has a width of its own."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = nn.gelu(nn.Dense(512)(nn.LayerNorm()(x)))
-        return x + nn.Dense(512)(nn.gelu(nn.Dense(512)(y)))
-
-
-class Sizes(NamedTuple):
-    width: int
-    heads: int = 4
-
-
-class Sized(nn.Module):
-    """Has the width that a named tuple tells."""
-
-    sizes: Sizes
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = nn.gelu(nn.Dense(4 * self.sizes.width)(nn.LayerNorm()(x)))
-        return x + nn.Dense(self.sizes.width)(y)
-
-
-def test_no_width_becomes_1() -> None:
-    narrow = narrow_of([LayerSpec(Fixed)] * 2, floats(512, 512))
-    assert narrow.factor == 1
-    assert narrow.why.startswith("divided by 128: LayerError: layer 0_Fixed must accept")
-    narrow = narrow_of([LayerSpec(Sized, Sizes(512))] * 2, floats(512, 512))
-    assert narrow.factor == 4
-    assert narrow.model.layers[0].item.module_args == (Sizes(128),)
-
-
-class Parts(nn.Module):
-    """Cuts its inputs into 128 parts, whatever their width is."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = nn.Dense(512)(x.reshape(len(x), 128, -1))
-        return x + y.mean((1, 2), keepdims=True)[:, 0]
-
-
-def test_no_derived_size_becomes_1() -> None:
-    narrow = narrow_of([LayerSpec(Parts), LayerSpec(nn.Dense, 2048)] * 2, floats(2048, 2048))
-    assert narrow.factor == 8  # with 16, each part has one number
-
-
-class Stays(nn.Module):
-    """Has as many parameters whatever its inputs are."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + nn.Dense(1)(nn.Dense(6400)(nn.Dense(100)(x.mean(-1, keepdims=True))))
-
-
-def test_a_factor_that_saves_no_parameters_is_not_used() -> None:
-    narrow = narrow_of([LayerSpec(Stays)] * 2, floats(64, 64))
-    assert narrow.factor == 1
-    assert narrow.why == "divided by 16, it has 1,306,002 parameters"
+# Depth.
 
 
 @pytest.mark.parametrize(
@@ -206,7 +75,7 @@ def test_a_factor_that_saves_no_parameters_is_not_used() -> None:
 def test_runs_of_layers_are_short(stages: int, section: dict[str, Any], number: int) -> None:
     model = PipelineModule([LayerSpec(nn.Dense, 8)] * 12, stages, loss_fn=squares)
     narrow = narrowed(model, floats(8, 8), PipelineConfig(**section))
-    assert narrow.num_layers == (12, number)
+    assert len(narrow.model.layers) == number
     assert narrow.is_small
 
 
@@ -214,15 +83,98 @@ def test_why_a_copy_is_not_shallow() -> None:
     layers = [LayerSpec(nn.Dense, 8) for _ in range(12)]
     model = module_of(layers, trainable=r"layers/1[01]_")
     narrow = narrowed(model, floats(8, 8), PipelineConfig())
-    assert narrow.num_layers == (12, 12)
+    assert len(narrow.model.layers) == 12
     assert "trainable" in narrow.why
-    wide = [LayerSpec(nn.Dense, 512) for _ in range(12)]
-    narrow = narrowed(
-        module_of(wide, trainable=r"layers/1[01]_"), floats(512, 512), PipelineConfig()
-    )
-    assert narrow.num_layers == (12, 12)
-    assert narrow.factor == 4
-    assert "trainable" in narrow.why
+
+
+# Families.
+
+TOKENS = np.random.default_rng(0).integers(0, 50000, (SAMPLES, 64)).astype(np.int32)
+LLAMA = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+)
+GEMMA = dataclasses.replace(
+    LLAMA,
+    sliding_window=4096,
+    layer_types=("sliding_attention", "full_attention") * 16,
+    tie_word_embeddings=True,
+)
+DEEPSEEK = dataclasses.replace(
+    LLAMA,
+    num_key_value_heads=32,
+    head_dim=64,
+    latent=LatentConfig(512, 128, 64, 128, q_lora_rank=1536),
+    experts=ExpertsConfig(64, 8, 2048, shared_size=2048, n_group=8, topk_group=4),
+    num_nextn_predict_layers=1,
+)
+
+
+def of_family(layers: list[Any], loss_fn: Any = cross_entropy) -> Narrow:
+    return narrow_of(layers, (TOKENS, TOKENS), loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("layers", "number"),
+    [
+        pytest.param(lambda: llama(LLAMA), 7, id="Llama"),
+        pytest.param(lambda: llama(GEMMA), 35, id="windows"),
+        pytest.param(lambda: llama(DEEPSEEK), 7, id="latent attention and experts"),
+        pytest.param(lambda: gpt2(GPT2Config(50257, 1024, 1600, 48, 25)), 8, id="GPT-2"),
+        pytest.param(lambda: bert(BertConfig(50257)), 8, id="BERT"),
+        pytest.param(
+            lambda: [*bert(BertConfig(50257), None), LayerSpec(nn.Dense, 240)], 7, id="own head"
+        ),
+    ],
+)
+def test_a_family_gets_small_sizes(layers: Callable[[], list[Any]], number: int) -> None:
+    narrow = of_family(layers())
+    assert narrow.has_small_sizes
+    assert narrow.why == ""
+    assert len(narrow.model.layers) == number
+    assert narrow.num_parameters < 4_000_000
+    assert {x.shape for x in jax.tree.leaves(narrow.example)} == {(SAMPLES, 16)}
+    assert max(np.max(x) for x in jax.tree.leaves(narrow.example)) < 240
+
+
+def test_the_parts_of_a_family_stay() -> None:
+    small = small_config(GEMMA)
+    assert (small.num_attention_heads, small.num_key_value_heads) == (8, 2)
+    assert small.num_hidden_layers == 32
+    assert small.kind(0).window == 5
+    assert small.kind(1).window is None
+    small = small_config(DEEPSEEK)
+    assert (small.experts.num_experts, small.experts.intermediate_size) == (64, 48)
+    assert small_config(small) == small
+    assert small_config(GPT2Config(50257, 1024, 1600, 48, 25)).n_embd == 35
+
+
+def test_marks_and_adapters_of_a_family_stay() -> None:
+    layers = lora(llama(dataclasses.replace(LLAMA, num_hidden_layers=2)), 4, 8.0, ["query/kernel"])
+    narrow = of_family([layers[0], layers[1].remat(), *layers[2:]])
+    assert narrow.model.layers[1].is_marked
+    assert narrow.model.layers[2].adapters
+    assert narrow.example[1].max() < 240
+
+
+def test_a_loss_that_refuses_small_sizes_keeps_those_of_the_job() -> None:
+    def loss_fn(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return cross_entropy(logits.reshape(*labels.shape, 2048), labels)
+
+    narrow = of_family(llama(dataclasses.replace(LLAMA, vocab_size=2048, hidden_size=64)), loss_fn)
+    assert not narrow.has_small_sizes
+    assert "reshape" in narrow.why
+
+
+def test_other_layers_must_be_small() -> None:
+    layers = [LayerSpec(nn.Dense, 8192) for _ in range(12)]
+    with pytest.raises(ConfigError, match=r"got 268,468,224 in 4 of 12 layers\. Name a job"):
+        narrow_of(layers, floats(8192, 8192))
+    assert not narrow_of([LayerSpec(nn.Dense, 64)] * 4, floats(64, 64)).has_small_sizes
 
 
 # Wide arguments.
@@ -332,11 +284,11 @@ class OnlyNarrowNNX(nnx.Module):
     [
         (
             LayerSpec(Checked, OnlyNarrow()),
-            "layer 0_Checked .*ValueError: unknown dtype float64 for settings: OnlyNarrow with",
+            "layer 0_Checked .*ValueError: unknown dtype float64 for float64. Let",
         ),
-        (LayerSpec(Checked, Initialised(1)), "layer 0_Checked .*InitVar.* for settings"),
-        (Checked(OnlyNarrow()), "layer 0_Checked .*for settings: OnlyNarrow"),
-        (OnlyNarrowLinen(), "layer 0_OnlyNarrowLinen .*for the layer: OnlyNarrowLinen with dtype"),
+        (LayerSpec(Checked, Initialised(1)), "layer 0_Checked .*InitVar"),
+        (Checked(OnlyNarrow()), "layer 0_Checked .*unknown dtype float64"),
+        (OnlyNarrowLinen(), "layer 0_OnlyNarrowLinen .*unknown dtype float64"),
         (LayerSpec(OnlyNarrowNNX), "unknown dtype float64"),
     ],
     ids=["a frozen dataclass", "an InitVar", "inside a module", "a module", "a constructor"],
@@ -355,30 +307,9 @@ def test_a_layer_that_refuses_float64_is_told(made: Any, text: str) -> None:
     assert "float64" in job.not_double or "InitVar" in job.not_double
 
 
-class Refusing(nn.Module):
-    """Has a width that 512 divides."""
-
-    width: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.width % 512:
-            raise ValueError("the width must be a multiple of 512")
-        super().__post_init__()
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(self.width)(x)
-
-
-def test_a_factor_that_arguments_refuse_is_skipped() -> None:
-    narrow = narrow_of([LayerSpec(Refusing), LayerSpec(Refusing)], floats(1024, 1024))
-    assert narrow.factor == 2
-    assert narrow.example[0].shape == (SAMPLES, 512)
-
-
 def test_defaults_of_nnx_modules_change() -> None:
     class Linear(nnx.Module):
-        def __init__(self, width: int = 512, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        def __init__(self, width: int = 8, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
             self.linear = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
 
         def __call__(self, x: jax.Array) -> jax.Array:
@@ -386,9 +317,6 @@ def test_defaults_of_nnx_modules_change() -> None:
 
     layers = [LayerSpec(Linear), LayerSpec(Linear)]
     assert given(wide_module(module_of(layers))) == {"dtype": jnp.float64}
-    narrow = narrow_of(layers, floats(512, 512))
-    assert narrow.factor == 2
-    assert given(narrow.model) == {"width": 256}
 
 
 def test_a_decorated_factory_is_given_what_it_takes() -> None:
