@@ -15,7 +15,16 @@ from flax import nnx
 from jaxpipe import LayerSpec, TiedLayerSpec
 from jaxpipe.layers import LORA_PARAMETERS, lora
 from jaxpipe.losses import cross_entropy
-from jaxpipe.models import BertConfig, ExpertsConfig, GPT2Config, LlamaConfig, bert, gpt2, llama
+from jaxpipe.models import (
+    BertConfig,
+    ExpertsConfig,
+    GPT2Config,
+    LayerPattern,
+    LlamaConfig,
+    bert,
+    gpt2,
+    llama,
+)
 
 WIDTH, TIME, VOCAB, BLOCKS = 128, 128, 512, 8
 TOKENS = jax.ShapeDtypeStruct((TIME,), jnp.int32)
@@ -223,7 +232,9 @@ MODELS = {
         ]
     ),
     "llama": Model(decoder),
-    "window": Model(lambda: decoder(sliding_window=64, num_key_value_heads=4)),
+    "window": Model(
+        lambda: decoder(pattern=LayerPattern(sliding_window=64), num_key_value_heads=4)
+    ),
     "gpt2": Model(lambda: gpt2(GPT2Config(VOCAB, TIME, WIDTH, BLOCKS, 4))),
     "bert": Model(
         lambda: bert(BertConfig(VOCAB, WIDTH, BLOCKS, 4, 256, max_position_embeddings=TIME))

@@ -6,7 +6,8 @@ from ._experts_config import ExpertsConfig
 from ._gpt2 import GPT2Config, gpt2, gpt2_names
 from ._latent_config import LatentConfig
 from ._llama import LlamaBlock, llama, llama_names
-from ._llama_config import BlockKind, LlamaConfig
+from ._llama_config import LlamaConfig
+from ._parts import BlockKind, Heads, LayerPattern, Norms
 from ._rotary import Rotary, RotaryScaling
 
 __all__ = [
@@ -15,9 +16,12 @@ __all__ = [
     "Experts",
     "ExpertsConfig",
     "GPT2Config",
+    "Heads",
     "LatentConfig",
+    "LayerPattern",
     "LlamaBlock",
     "LlamaConfig",
+    "Norms",
     "Rotary",
     "RotaryScaling",
     "bert",

@@ -2,23 +2,21 @@
 
 import math
 from dataclasses import replace
-from typing import cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from jaxpipe.transformer import (
-    MODEL,
-    Divided,
-    attention,
     constrained,
     dividing_axes,
     stream_axes,
 )
 
+from ._dense import attend, columns, dense, rows
 from ._latent_config import LatentConfig
-from ._llama_config import BlockKind, LlamaConfig
+from ._llama_config import LlamaConfig
+from ._parts import BlockKind
 from ._positions import positions_of
 from ._rotary import RotaryScaling, check_packed
 
@@ -34,6 +32,7 @@ class LatentAttention(nn.Module):
     """
 
     config: LlamaConfig
+    sizes: LatentConfig
     kind: BlockKind
 
     @nn.compact
@@ -47,21 +46,23 @@ class LatentAttention(nn.Module):
     ) -> jax.Array:
         """Map `[B, T, H]` to the same shape; see `LlamaBlock`."""
         config = self.config
-        sizes = cast(LatentConfig, self.config.latent)
+        sizes = self.sizes
         batch, length, _ = x.shape
         stream = stream_axes(batch, length)
         _, over = dividing_axes(batch, config.num_attention_heads)
 
         def down(name: str, size: int) -> jax.Array:
-            return constrained(self._dense(name, size, use_bias=config.qkv_bias)(x), *stream)
+            return constrained(
+                dense(config, size, (None, None), name, use_bias=config.qkv_bias)(x), *stream
+            )
 
         def norm(name: str, y: jax.Array) -> jax.Array:
             return nn.RMSNorm(_NORM_EPS, dtype=config.dtype, name=name)(y)
 
         def heads(name: str, size: int, y: jax.Array) -> jax.Array:
-            dense = self._dense(name, config.num_attention_heads * size, (None, MODEL))
+            up = columns(config, config.num_attention_heads * size, name, use_bias=False)
             shape = batch, length, config.num_attention_heads, size
-            return constrained(dense(y).reshape(shape), *stream, over)
+            return constrained(up(y).reshape(shape), *stream, over)
 
         rank = sizes.kv_lora_rank
         plain = sizes.qk_nope_head_dim
@@ -79,45 +80,22 @@ class LatentAttention(nn.Module):
         q, of_query = q[..., :plain], q[..., plain:]
         of_key = both[:, :, None, rank:]
         if self.kind.rotary is not None:
-            check_packed(self.kind.rotary.scaling, length, segment_ids)
+            check_packed(self.kind.rotary.rope_scaling, length, segment_ids)
             if positions is None:
                 positions = positions_of(length, segment_ids)
-            turn = replace(self.kind.rotary, interleave=sizes.rope_interleave)
+            turn = replace(self.kind.rotary, rope_interleave=sizes.rope_interleave)
             of_query, of_key = turn(positions, of_query, of_key)
         of_key = jnp.broadcast_to(of_key, (*q.shape[:3], turned)).astype(kv.dtype)
-        drops = train and config.attention_dropout > 0 and not self.is_initializing()
         q = jnp.concatenate([q, of_query], axis=-1)
         k = jnp.concatenate([kv[..., :plain], of_key], axis=-1)
-        y = attention(
-            *(constrained(each, *stream, over) for each in (q, k, kv[..., plain:])),
-            causal=True,
-            window=self.kind.window,
-            segment_ids=segment_ids,
-            dropout_rate=config.attention_dropout if drops else 0.0,
-            key=self.make_rng("dropout") if drops else None,
-            sequence=config.sequence,
-            scale=sizes.head_dim**-0.5 * _sharpness(config.rope_scaling),
+        y = attend(
+            self,
+            [constrained(each, *stream, over) for each in (q, k, kv[..., plain:])],
+            segment_ids,
+            train=train,
+            scale=sizes.head_dim**-0.5 * _sharpness(config.rotary.rope_scaling),
         )
-        out = self._dense("out", config.hidden_size, (MODEL, None), use_bias=config.out_bias)
-        return out(y.reshape(batch, length, -1))
-
-    def _dense(
-        self,
-        name: str,
-        features: int,
-        axes: tuple[str | None, str | None] = (None, None),
-        *,
-        use_bias: bool = False,
-    ) -> nn.Dense:
-        normal = nn.initializers.normal(self.config.initializer_range)
-        return nn.Dense(
-            features,
-            use_bias,
-            self.config.dtype,
-            kernel_init=Divided(normal, axes),
-            bias_init=Divided(nn.initializers.zeros, axes[1:]),
-            name=name,
-        )
+        return rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
 
 
 def _sharpness(scaling: RotaryScaling | None) -> float:

@@ -21,7 +21,6 @@ from jaxpipe.transformer import (
     MODEL,
     Axes,
     Divided,
-    attention,
     constrained,
     dividing_axes,
     stream_axes,
@@ -29,10 +28,12 @@ from jaxpipe.transformer import (
 from jaxpipe.weights import Rename, Source, transpose
 
 from ._activations import ACTIVATIONS
+from ._dense import attend, columns, dense, norm, norm_class, rows
 from ._experts import Experts
 from ._experts_config import ExpertsConfig
 from ._latent import LatentAttention
-from ._llama_config import BlockKind, LlamaConfig
+from ._latent_config import LatentConfig
+from ._llama_config import LlamaConfig
 from ._multi_token import (
     MultiToken,
     block_and_carry,
@@ -41,29 +42,12 @@ from ._multi_token import (
     norm_and_carry,
     with_copies,
 )
+from ._parts import BlockKind, Heads
 from ._positions import chunks_of, positions_of
 from ._rotary import check_packed
 
 _TABLE = "embedding"
 """Key of the tied table, and its name in the layers that use it."""
-
-
-class ZeroCenteredRMSNorm(nn.Module):
-    """The norm of Gemma: `x / rms(x) * (1 + scale)`, computed in float32 or wider."""
-
-    epsilon: float = 1e-6
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise the last dim."""
-        # Centred at 0, so that weight decay pulls the factors to 1.
-        scale = self.param("scale", nn.initializers.zeros, (x.shape[-1],))
-        dtype = jnp.result_type(x, scale) if self.dtype is None else self.dtype
-        wide = np.promote_types(dtype, np.float32)
-        y = x.astype(wide)
-        y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
-        return (y * (1 + scale.astype(wide).reshape((1,) * (x.ndim - 1) + (-1,)))).astype(dtype)
 
 
 class LlamaBlock(nn.Module):
@@ -95,17 +79,22 @@ class LlamaBlock(nn.Module):
         segment. A token sees only tokens of its segment.
         """
         config = self.config
-        if config.latent is None:
-            attend = LlamaAttention(config, self.kind, name="attention")
+        part = self.kind.attention
+        if isinstance(part, LatentConfig):
+            attention = LatentAttention(config, part, self.kind, name="attention")
         else:
-            attend = LatentAttention(config, self.kind, name="attention")
-        h = _norm(config, "attention_norm")(x)
-        y = self._added(attend(h, positions, segment_ids, train=train))
-        x = x + (_norm(config, "attention_post_norm")(y) if config.post_norms else y)
-        h = _norm(config, "feed_forward_norm")(x)
-        mixture = LlamaMixture if self.kind.is_mixture else LlamaFeedForward
-        y = self._added(mixture(config, name="feed_forward")(h))
-        x = x + (_norm(config, "feed_forward_post_norm")(y) if config.post_norms else y)
+            attention = LlamaAttention(config, part, self.kind, name="attention")
+        h = norm(config, "attention_norm")(x)
+        y = self._added(attention(h, positions, segment_ids, train=train))
+        x = x + (norm(config, "attention_post_norm")(y) if config.norms.post_norms else y)
+        h = norm(config, "feed_forward_norm")(x)
+        experts = self.kind.experts
+        if experts is None:
+            network = LlamaFeedForward(config, name="feed_forward")
+        else:
+            network = LlamaMixture(config, experts, name="feed_forward")
+        y = self._added(network(h))
+        x = x + (norm(config, "feed_forward_post_norm")(y) if config.norms.post_norms else y)
         # What leaves the block is pinned, because a pipeline stores it between actions.
         samples, length = self._axes(x)
         return x if length is None else constrained(x, samples, length)
@@ -127,6 +116,7 @@ class LlamaAttention(nn.Module):
     """Causal attention of N query heads to K key heads, with rotary positions."""
 
     config: LlamaConfig
+    part: Heads
     kind: BlockKind
 
     @nn.compact
@@ -140,10 +130,11 @@ class LlamaAttention(nn.Module):
     ) -> jax.Array:
         """Map `[B, T, H]` to the same shape; see `LlamaBlock`."""
         config = self.config
+        part = self.part
         batch, length, _ = x.shape
 
         def heads(name: str, num_heads: int) -> jax.Array:
-            y = _columns(config, num_heads * config.head_dim, name, use_bias=config.qkv_bias)(x)
+            y = columns(config, num_heads * config.head_dim, name, use_bias=config.qkv_bias)(x)
             samples, positions = stream_axes(batch, length)
             # The axis may divide the heads of queries and not the fewer ones of keys.
             _, over = dividing_axes(batch, num_heads)
@@ -154,11 +145,11 @@ class LlamaAttention(nn.Module):
         q = heads("query", config.num_attention_heads)
         k, v = (heads(name, config.num_key_value_heads) for name in ("key", "value"))
         # Before the rotation: the norm's factors belong to dims, which positions mix.
-        if config.qk_norm:
-            q = _norm(config, "query_norm")(q)
-            k = _norm(config, "key_norm")(k)
+        if part.qk_norm:
+            q = norm(config, "query_norm")(q)
+            k = norm(config, "key_norm")(k)
         if self.kind.rotary is not None:
-            check_packed(self.kind.rotary.scaling, length, segment_ids)
+            check_packed(self.kind.rotary.rope_scaling, length, segment_ids)
         # Positions of the caller may begin in the middle of a chunk.
         may_cross = self.kind.chunk is not None and (
             positions is not None or length > self.kind.chunk
@@ -169,43 +160,38 @@ class LlamaAttention(nn.Module):
         if self.kind.chunk is not None and may_cross:
             segment_ids = chunks_of(positions, segment_ids, self.kind.chunk, batch)
         sinks = None
-        if config.attention_sinks:
+        if part.attention_sinks:
             normal = nn.initializers.normal(config.initializer_range)
             sinks = self.param("sinks", normal, (config.num_attention_heads,))
-        drops = train and config.attention_dropout > 0 and not self.is_initializing()
-        y = attention(
-            q,
-            k,
-            v,
-            causal=True,
-            window=self.kind.window,
-            segment_ids=segment_ids,
-            dropout_rate=config.attention_dropout if drops else 0.0,
-            key=self.make_rng("dropout") if drops else None,
-            scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
-            soft_cap=config.attn_logit_softcapping,
+        y = attend(
+            self,
+            (q, k, v),
+            segment_ids,
+            train=train,
+            scale=cast(float, part.query_pre_attn_scalar) ** -0.5,
+            soft_cap=part.attn_logit_softcapping,
             sinks=sinks,
-            sequence=config.sequence,
         )
-        return _rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
+        return rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
 
     def _placed(
         self, positions: jax.Array, q: jax.Array, k: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Make queries and keys depend on positions."""
         config = self.config
+        part = self.part
         if self.kind.rotary is not None:
             q, k = self.kind.rotary(positions, q, k)
             # Llama 4 normalises after the rotation, and without a scale.
-            if config.qk_l2_norm:
-                norm = nn.RMSNorm(config.rms_norm_eps, config.dtype, use_scale=False)
+            if part.qk_l2_norm:
+                norm = nn.RMSNorm(config.norms.rms_norm_eps, config.dtype, use_scale=False)
                 q = norm(q)
                 k = norm(k)
-        elif config.attn_temperature_tuning:
+        elif part.attn_temperature_tuning:
             # Positions grow beyond what 16 bits count exactly.
             wide: Any = np.promote_types(q.dtype, np.float32)
-            steps = jnp.floor((positions.astype(wide) + 1) / config.floor_scale)
-            factors = 1 + config.attn_scale * jnp.log1p(steps)
+            steps = jnp.floor((positions.astype(wide) + 1) / part.floor_scale)
+            factors = 1 + part.attn_scale * jnp.log1p(steps)
             q = (q * factors[:, :, None, None]).astype(q.dtype)
         return q, k
 
@@ -225,28 +211,29 @@ class LlamaFeedForward(nn.Module):
         _, features = dividing_axes(x.shape[0], size)
 
         def wide(name: str) -> jax.Array:
-            y = _columns(config, size, name, use_bias=config.mlp_bias)(x)
+            y = columns(config, size, name, use_bias=config.mlp_bias)(x)
             return constrained(y, samples, positions, features)
 
         gate = ACTIVATIONS[config.hidden_act](wide("gate"))
-        return _rows(config, "down", use_bias=config.mlp_bias)(gate * wide("up"))
+        return rows(config, "down", use_bias=config.mlp_bias)(gate * wide("up"))
 
 
 class LlamaMixture(nn.Module):
     """A mixture of experts, plus a shared expert for all tokens if the configuration has one."""
 
     config: LlamaConfig
+    experts: ExpertsConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[B, T, H]` to the same shape."""
         config = self.config
-        experts = cast(ExpertsConfig, self.config.experts)
+        experts = self.experts
         y = Experts(experts, config.initializer_range, config.dtype, name="experts")(x)
         if experts.shared_size:
             shared = LlamaFeedForward(config, experts.shared_size, name="shared")(x)
             if experts.shared_gate:
-                gate = _dense(config, 1, (None, None), "shared_gate", use_bias=False)(x)
+                gate = dense(config, 1, (None, None), "shared_gate", use_bias=False)(x)
                 shared = nn.sigmoid(gate) * shared
             y = y + shared
         return y
@@ -309,12 +296,12 @@ def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
         LayerSpec(LlamaBlock, config, config.kind(layer), forward_fn=block)
         for layer in range(config.num_hidden_layers)
     ]
-    args = config.rms_norm_eps, config.dtype
-    middle.append(LayerSpec(_norm_class(config), *args, forward_fn=norm))
+    args = config.norms.rms_norm_eps, config.dtype
+    middle.append(LayerSpec(norm_class(config), *args, forward_fn=norm))
     for depth in range(1, depths + 1):
         # Like the last block, but always with experts if the model has any.
         kind = config.kind(config.num_hidden_layers - 1)
-        extra = LlamaBlock(config, replace(kind, is_mixture=config.experts is not None))
+        extra = LlamaBlock(config, replace(kind, experts=config.experts))
         args = extra, of_table, depth == depths
         middle.append(TiedLayerSpec(_TABLE, MultiToken, config, *args, tied_weight_attr=_TABLE))
 
@@ -344,7 +331,7 @@ def llama(config: LlamaConfig, *, multi_token: bool = False) -> list[LayerSpec]:
 
 def _marked(config: LlamaConfig, layers: list[LayerSpec], depths: int) -> list[LayerSpec]:
     """Mark the layers as causal, unless one of them looks ahead or at the length of a text."""
-    scaling = config.rope_scaling
+    scaling = config.rotary.rope_scaling
     experts = config.experts
     # A capacity depends on the length, and first choices of later tokens go before second ones.
     uses_length = (scaling is not None and scaling.uses_length) or (
@@ -388,15 +375,16 @@ def llama_names(config: LlamaConfig | Source) -> tuple[Rename, ...]:
         ends = [Rename(table, path) for path in ("0/embedding", f"tied/{_TABLE}/embedding")]
         places = {last + 1, last + 1 + extra}  # without and with the layers of `multi_token`
         ends += [Rename(head, f"{place}/kernel", transpose) for place in sorted(places)]
+    family = config.nearest_family
     entries = (
         *ends,
-        *config.names,
-        *multi_token_names(config.names, config.num_hidden_layers, extra),
+        *family.names,
+        *multi_token_names(family.names, config.num_hidden_layers, extra),
         Rename("model.norm.weight", f"{last}/scale"),
         # A constant in old files.
         Rename("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),
     )
-    return (*map(_in_whole, entries), _IMAGES) if config.is_text_part else entries
+    return (*map(_in_whole, entries), _IMAGES) if family.text_of else entries
 
 
 _IMAGES = Rename(
@@ -422,39 +410,3 @@ def _scaled(embed: Any, tokens: jax.Array) -> jax.Array:
     rows = embed(tokens)
     # Rounded to the dtype first, as in `transformers`: in bfloat16, sqrt(H) is another number.
     return rows * jnp.asarray(embed.features**0.5, rows.dtype)
-
-
-def _norm(config: LlamaConfig, name: str) -> nn.Module:
-    return _norm_class(config)(config.rms_norm_eps, dtype=config.dtype, name=name)
-
-
-def _norm_class(config: LlamaConfig) -> type[nn.RMSNorm] | type[ZeroCenteredRMSNorm]:
-    return ZeroCenteredRMSNorm if config.zero_centered_norms else nn.RMSNorm
-
-
-def _columns(config: LlamaConfig, features: int, name: str, *, use_bias: bool) -> nn.Dense:
-    """A dense layer whose output features are divided over `model`."""
-    return _dense(config, features, (None, MODEL), name, use_bias=use_bias)
-
-
-def _rows(config: LlamaConfig, name: str, *, use_bias: bool) -> nn.Dense:
-    """A dense layer to the residual stream whose input features are divided over `model`."""
-    return _dense(config, config.hidden_size, (MODEL, None), name, use_bias=use_bias)
-
-
-def _dense(
-    config: LlamaConfig,
-    features: int,
-    axes: tuple[str | None, str | None],
-    name: str,
-    *,
-    use_bias: bool,
-) -> nn.Dense:
-    return nn.Dense(
-        features,
-        use_bias,
-        config.dtype,
-        kernel_init=Divided(nn.initializers.normal(config.initializer_range), axes),
-        bias_init=Divided(nn.initializers.zeros, axes[1:]),
-        name=name,
-    )

@@ -2,17 +2,21 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
-from jaxpipe.config import wrong_value
+from jaxpipe.config import Section, wrong_value
 from jaxpipe.distributed import log
 from jaxpipe.weights import Source, read_config_json
 
 from ._families import FAMILIES, Family
 from ._huggingface import ConfigKeys, check_value
-from ._latent_config import read_latent
+from ._latent_config import LatentConfig, read_latent
+from ._parts import FULL, PARTS, SLIDING, Heads
 from ._rotary import RotaryScaling
-from ._windows import FULL, SLIDING, read_unrotated, write_unrotated
+from ._windows import read_unrotated, write_unrotated
+
+T = TypeVar("T", bound=Section)
 
 SIZES = (
     "vocab_size",
@@ -64,8 +68,8 @@ def read_text(source: Source) -> Mapping[str, Any]:
     return {**outer, **text, "model_type": _TEXTS[whole]}
 
 
-def read_llama(keys: ConfigKeys, family: Family, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of a `LlamaConfig`, whose defaults are given, or refuse what it cannot be."""
+def read_llama(keys: ConfigKeys, family: Family, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields of a `LlamaConfig` and its parts, or refuse what it cannot be."""
     # A key that was asked for is not named in the warning of unknown ones.
     for key in family.ignored:
         keys.get(key, None)
@@ -95,7 +99,7 @@ def _parts(keys: ConfigKeys, family: Family) -> dict[str, Any]:
     if family.has_unrotated:
         found["nope_layers"] = read_unrotated(keys)
     if family.has_latent:
-        found["latent"] = read_latent(keys)
+        found["attention"] = read_latent(keys)
     if family.has_eight_bits:
         _check_eight_bits(keys)
     if family.mixture is not None:
@@ -103,19 +107,34 @@ def _parts(keys: ConfigKeys, family: Family) -> dict[str, Any]:
     return found
 
 
+def made_of(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Make a section from those of the values that are its fields."""
+    return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Return the values of a `LlamaConfig` and its parts, by field, with or without heads."""
+    found = vars(Heads()) | vars(config)
+    for name in PARTS:
+        found |= vars(found.pop(name))
+    return found
+
+
 def write_llama(
     config: Any, name: str, family: Family, max_position_embeddings: int
 ) -> dict[str, Any]:
     """Make a family's `config.json` for a `LlamaConfig`; fields without a key are left out."""
-    scaling = config.rope_scaling
+    rotary = config.rotary
+    scaling = rotary.rope_scaling
+    values = values_of(config)
     found: dict[str, Any] = {
         "model_type": family.written_as or name,
         "architectures": [f"{family.classes}ForCausalLM"],
         "max_position_embeddings": max_position_embeddings,
-        "rope_theta": config.rope_theta,
+        "rope_theta": rotary.rope_theta,
     }
     for field, key in {**dict.fromkeys(_SHARED), **family.keys}.items():
-        found[key or field] = getattr(config, field)
+        found[key or field] = values[field]
     if scaling is None and "rope_scaling" in family.defaults:
         found["rope_parameters"] = {"rope_type": "default"}  # without it, the family's scaling
     if scaling is not None:
@@ -127,12 +146,12 @@ def write_llama(
             # Where it is given twice, `transformers` prefers this one.
             found[_CONTEXT] = context
     if found.get("rope_local_base_freq", 0) is None and scaling is None:
-        found["rope_local_base_freq"] = config.rope_theta
+        found["rope_local_base_freq"] = rotary.rope_theta
     found |= family.windows.write(config)
     if family.has_unrotated:
         found |= write_unrotated(config)
-    if family.has_latent and config.latent is not None:
-        found |= config.latent.to_dict()
+    if family.has_latent and isinstance(config.attention, LatentConfig):
+        found |= config.attention.to_dict()
     if family.mixture is not None and config.experts is not None:
         found |= family.mixture.write(config, config.experts)
     return found

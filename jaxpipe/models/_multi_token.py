@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxpipe.transformer import Divided, constrained, stream_axes
 from jaxpipe.weights import Rename, transpose
 
+from ._dense import dense, norm
 from ._llama_config import LlamaConfig
 
 Carried = dict[str, jax.Array]
@@ -54,9 +55,6 @@ class MultiToken(nn.Module):
         table = self.param("embedding", self.embedding, shape)
         table = table if config.dtype is None else table.astype(config.dtype)
 
-        def norm(name: str) -> nn.RMSNorm:
-            return nn.RMSNorm(config.rms_norm_eps, dtype=config.dtype, name=name)
-
         # Whole along the positions: the next token may be on another device.
         stream = stream_axes(tokens.shape[0], tokens.shape[1])
         tokens = constrained(tokens, stream[0])
@@ -64,17 +62,10 @@ class MultiToken(nn.Module):
         # them.
         tokens = constrained(jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))), stream[0])
         rows = constrained(jnp.take(table, tokens, axis=0), *stream)
-        joined = [norm("enorm")(rows), norm("hnorm")(states[:, -1])]
-        normal = nn.initializers.normal(config.initializer_range)
-        project = nn.Dense(
-            config.hidden_size,
-            use_bias=False,
-            dtype=config.dtype,
-            kernel_init=Divided(normal, (None, None)),
-            name="eh_proj",
-        )
+        joined = [norm(config, "enorm")(rows), norm(config, "hnorm")(states[:, -1])]
+        project = dense(config, config.hidden_size, (None, None), "eh_proj", use_bias=False)
         x = project(jnp.concatenate(joined, axis=-1))
-        x = norm("norm")(self.block(x, positions, segment_ids, train=train))
+        x = norm(config, "norm")(self.block(x, positions, segment_ids, train=train))
         states = jnp.concatenate([states, x[:, None].astype(states.dtype)], axis=1)
         states = constrained(states, stream[0], None, stream[1])
         return states if self.is_last else {"x": states, "tokens": tokens}

@@ -18,10 +18,12 @@ from jaxpipe.config import (
     read_whole,
     required,
     setting,
+    subsection,
+    wrong_value,
 )
 from jaxpipe.errors import ConfigError, LayerError
 
-from ._readers import LEAST, read_count, read_deviation, read_positive
+from ._readers import LEAST, read_base, read_count, read_deviation, read_positive
 
 _REQUIRED = {
     "linear": ("factor",),
@@ -211,29 +213,66 @@ class RotaryScaling(Section):
         )
 
 
+def _read_part(value: object, path: str) -> float:
+    part = read_positive(value, path)
+    if part > 1:
+        raise wrong_value(path, "in (0, 1]", value, "Use 1.0 to rotate all dims")
+    return part
+
+
 @dataclass(frozen=True)
-class Rotary:
-    """The rotary embedding of one kind of block.
+class Rotary(Section):
+    """The rotary embedding, with Hugging Face's names where they exist.
 
     Attributes:
-        dim: Number of dims of each head that are rotated, from the first.
-        theta: Base of the wavelengths.
-        scaling: Scaling of the wavelengths.
-        interleave: Whether a pair consists of neighbouring dims. Otherwise it consists of the i-th
-            dim of the first half and the i-th dim of the second half of the rotated dims.
+        rope_theta: Base of the wavelengths.
+        rope_scaling: Scaling of the wavelengths for longer contexts.
+        partial_rotary_factor: Share of a head's dims that are rotated, from the first.
+        rope_interleave: Whether positions rotate pairs of neighbouring dims. Otherwise, a pair
+            consists of the i-th dim of the first half and of the second half of the rotated dims.
+
+    Raises:
+        ConfigError: A value has a wrong type or is out of range.
     """
 
-    dim: int
-    theta: float
-    scaling: RotaryScaling | None = None
-    interleave: bool = False
+    rope_theta: float = setting(10000.0, read_base)
+    rope_scaling: RotaryScaling | None = subsection(RotaryScaling, absent=True)
+    partial_rotary_factor: float = setting(1.0, _read_part)
+    rope_interleave: bool = setting(False, read_flag)
 
     def __call__(self, positions: jax.Array, *heads: jax.Array) -> list[jax.Array]:
         """Rotate arrays `[B, T, N, D]` by the angles of positions, integers `[B or 1, T]`."""
         # In 16 bits, angles of large positions would be off by whole turns.
         wide: Any = np.promote_types(jnp.result_type(*heads), np.float32)
-        cos, sin = rotary(positions, self.dim, self.theta, self.scaling, wide)
-        return [rotate(x, cos, sin, interleave=self.interleave) for x in heads]
+        dim = self.num_dims(heads[0].shape[-1])
+        cos, sin = rotary(positions, dim, self.rope_theta, self.rope_scaling, wide)
+        return [rotate(x, cos, sin, interleave=self.rope_interleave) for x in heads]
+
+    def num_dims(self, head_dim: int) -> int:
+        """Return the number of dims of a head that are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def misfits(self, head_dim: int) -> Iterable[ConfigError]:
+        """Refuse what does not fit heads of a size."""
+        dims = self.num_dims(head_dim)
+        scaling = self.rope_scaling
+        if dims % 2 and dims == head_dim:
+            yield wrong_value("head_dim", "even", head_dim, "Positions turn pairs of dims")
+        elif dims % 2 or dims == 0:
+            rule = f"a share of an even number of the head_dim={head_dim} dims"
+            yield self._wrong("partial_rotary_factor", rule, "Pairs are rotated")
+        if dims <= 2 and scaling is not None and scaling.rope_type == "dynamic":
+            rule = "> 2 with rope_type='dynamic'"
+            yield wrong_value("head_dim", rule, head_dim, "It is divided by D - 2")
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(scaling, name, None)
+            if factors is not None and len(factors) != dims // 2:
+                rule = (
+                    f"a scaling with one {name} for each of the {dims // 2} pairs of rotated dims"
+                )
+                yield self._wrong(
+                    "rope_scaling", rule, "Copy the list from the model's config.json"
+                )
 
 
 def rotary(

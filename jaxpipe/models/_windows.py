@@ -8,11 +8,7 @@ from jaxpipe._numbers import as_integer
 from jaxpipe.config import wrong_value
 
 from ._huggingface import ConfigKeys
-
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-CHUNKED = "chunked_attention"
-"""Names in `layer_types` of layers that see all earlier positions, a window of them, or a chunk."""
+from ._parts import CHUNKED, FULL, SLIDING
 
 
 class Windows(ABC):
@@ -142,7 +138,7 @@ class Chunks(Windows):
     def write(self, config: Any) -> dict[str, Any]:
         """See `Windows`."""
         return {
-            "attention_chunk_size": config.attention_chunk_size,
+            "attention_chunk_size": config.pattern.attention_chunk_size,
             "layer_types": _kinds_of(config),
         }
 
@@ -168,18 +164,16 @@ def read_unrotated(keys: ConfigKeys) -> tuple[int, ...]:
 def write_unrotated(config: Any) -> dict[str, Any]:
     """Return the keys that `read_unrotated` reads."""
     layers = range(config.num_hidden_layers)
-    return {"no_rope_layers": [int(layer not in config.nope_layers) for layer in layers]}
+    return {"no_rope_layers": [int(layer not in config.pattern.nope_layers) for layer in layers]}
 
 
 def _window_of(config: Any) -> int | None:
-    layers = range(config.num_hidden_layers)
-    return config.sliding_window if any(config.kind(layer).window for layer in layers) else None
+    return config.pattern.sliding_window if SLIDING in _kinds_of(config) else None
 
 
 def _kinds_of(config: Any) -> list[str]:
-    kinds = [config.kind(layer) for layer in range(config.num_hidden_layers)]
     # All layers by name, because defaults differ from family to family.
-    return [SLIDING if kind.window else CHUNKED if kind.chunk else FULL for kind in kinds]
+    return [config.pattern.kind(layer) for layer in range(config.num_hidden_layers)]
 
 
 def _check_kinds(keys: ConfigKeys, kind: str) -> None:

@@ -14,7 +14,15 @@ import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine, PipelineModule
 from jaxpipe.errors import ConfigError, DataError, LayerError
 from jaxpipe.losses import cross_entropy
-from jaxpipe.models import ExpertsConfig, GPT2Config, LlamaConfig, RotaryScaling, gpt2, llama
+from jaxpipe.models import (
+    ExpertsConfig,
+    GPT2Config,
+    LlamaConfig,
+    Rotary,
+    RotaryScaling,
+    gpt2,
+    llama,
+)
 
 VOCAB, DIM, NEW = 16, 8, 4
 
@@ -126,8 +134,10 @@ LAYERS: dict[str, Any] = {
     "llama": llama(LlamaConfig(**SIZES)),
     # No text is longer than the table, but all of them beside their padding are.
     "gpt2": gpt2(GPT2Config(VOCAB, 8, DIM, 1, 2, initializer_range=0.9)),
-    "longrope": llama(LlamaConfig(**SIZES, rope_scaling=LONGROPE)),
-    "dynamic": llama(LlamaConfig(**SIZES, rope_scaling=RotaryScaling("dynamic", 400.0, 6))),
+    "longrope": llama(LlamaConfig(**SIZES, rotary=Rotary(rope_scaling=LONGROPE))),
+    "dynamic": llama(
+        LlamaConfig(**SIZES, rotary=Rotary(rope_scaling=RotaryScaling("dynamic", 400.0, 6)))
+    ),
     "capacity": llama(LlamaConfig(**SIZES, experts=ExpertsConfig(4, 2, 8, capacity_factor=1.0))),
 }
 LAYERS["marked"] = [each.causal() for each in LAYERS["marked"]]

@@ -22,20 +22,20 @@ def silu(x: jax.Array) -> jax.Array:
 def turned(x: jax.Array, positions: jax.Array, config: Any) -> jax.Array:
     """Turn the pairs of `[B, T, N, D]` as complex numbers; they stay neighbours."""
     dim = x.shape[-1]
-    turns = np.float64(config.rope_theta) ** (-np.arange(0, dim, 2) / dim)
-    scaling = config.rope_scaling
+    turns = np.float64(config.rotary.rope_theta) ** (-np.arange(0, dim, 2) / dim)
+    scaling = config.rotary.rope_scaling
     if scaling is not None:
 
         def border(count: float) -> float:
             waves = scaling.original_max_position_embeddings / (count * 2 * math.pi)
-            return dim * math.log(waves) / (2 * math.log(config.rope_theta))
+            return dim * math.log(waves) / (2 * math.log(config.rotary.rope_theta))
 
         low = max(math.floor(border(scaling.beta_fast)), 0)
         high = min(math.ceil(border(scaling.beta_slow)), dim - 1)
         ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
         turns = turns * (1 - ramp) + turns / scaling.factor * ramp
     angles = positions[:, :, None, None] * turns.astype(np.float32)[None, None, None]
-    if config.latent.rope_interleave:
+    if config.attention.rope_interleave:
         first, second = x[..., 0::2], x[..., 1::2]
     else:
         first, second = x[..., : dim // 2], x[..., dim // 2 :]
@@ -44,7 +44,7 @@ def turned(x: jax.Array, positions: jax.Array, config: Any) -> jax.Array:
 
 
 def attention(x: jax.Array, params: Any, config: Any, segments: jax.Array) -> jax.Array:
-    sizes, heads = config.latent, config.num_attention_heads
+    sizes, heads = config.attention, config.num_attention_heads
     batch, length, _ = x.shape
     index = jnp.arange(length)
     is_same = segments[:, :, None] == segments[:, None, :]
@@ -65,8 +65,11 @@ def attention(x: jax.Array, params: Any, config: Any, segments: jax.Array) -> ja
     scores = jnp.einsum("btnd,bsnd->bnts", q[..., :plain], kv[..., :plain])
     scores += jnp.einsum("btnd,bsd->bnts", of_query, of_key[:, :, 0])
     scores /= math.sqrt(plain + sizes.qk_rope_head_dim)
-    if config.rope_scaling is not None:
-        scores *= (0.1 * config.rope_scaling.mscale * math.log(config.rope_scaling.factor) + 1) ** 2
+    if config.rotary.rope_scaling is not None:
+        scores *= (
+            0.1 * config.rotary.rope_scaling.mscale * math.log(config.rotary.rope_scaling.factor)
+            + 1
+        ) ** 2
     sees = is_same & (index[:, None] >= index[None, :])[None]
     weights = jax.nn.softmax(jnp.where(sees[:, None], scores, -jnp.inf), -1)
     y = jnp.einsum("bnts,bsnd->btnd", weights, kv[..., plain:])

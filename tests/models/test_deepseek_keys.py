@@ -12,7 +12,15 @@ from _covering import slow_after
 
 from jaxpipe import PipelineModule
 from jaxpipe.errors import ConfigError
-from jaxpipe.models import LatentConfig, LlamaConfig, RotaryScaling, llama, llama_names
+from jaxpipe.models import (
+    LatentConfig,
+    LayerPattern,
+    LlamaConfig,
+    Rotary,
+    RotaryScaling,
+    llama,
+    llama_names,
+)
 from jaxpipe.weights import rename, rename_back
 
 YARN = {
@@ -169,10 +177,12 @@ def test_published_configurations_have_the_known_number_of_parameters(name: str)
 
 def test_deepseek_v3_is_read_as_it_is_published() -> None:
     config = LlamaConfig.from_huggingface(DEEPSEEK_V3)
-    assert config.latent == LatentConfig(512, 128, 64, 128, q_lora_rank=1536)
+    assert config.attention == LatentConfig(512, 128, 64, 128, q_lora_rank=1536)
     assert config.experts is not None
     assert config.experts.dense_layers == (0, 1, 2)
-    assert config.rope_scaling == RotaryScaling("yarn", 40, 4096, mscale=1.0, mscale_all_dim=1.0)
+    assert config.rotary == Rotary(
+        10000, RotaryScaling("yarn", 40, 4096, mscale=1.0, mscale_all_dim=1.0)
+    )
 
 
 @pytest.mark.slow
@@ -217,8 +227,8 @@ def test_names_of_files_go_both_ways(*, multi_token: bool) -> None:
         ({"qk_head_dim": 64}, "qk_head_dim must be 192, but got qk_head_dim=64"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, but got qk_rope_head_dim=7"),
         ({"q_lora_rank": 0}, "q_lora_rank must be an integer of at least 1 .* but got"),
-        ({"num_key_value_heads": 8}, "num_attention_heads=128 with latent, but got .*=8"),
-        ({"head_dim": 128}, "head_dim must be latent.qk_rope_head_dim=64 or None, but got"),
+        ({"num_key_value_heads": 8}, "num_attention_heads=128 with latent attention, but got .*=8"),
+        ({"head_dim": 128}, "head_dim must be attention.qk_rope_head_dim=64 or None, but got"),
         (
             {"num_nextn_predict_layers": -1},
             "num_nextn_predict_layers must be an integer of at least 0",
@@ -236,12 +246,7 @@ def test_what_would_change_numbers_is_refused(changes: dict[str, Any], match: st
 
 def test_what_latent_attention_does_not_have_is_refused() -> None:
     config = LlamaConfig.from_huggingface(DEEPSEEK_V3)
-    for name, value in {
-        "qk_norm": True,
-        "partial_rotary_factor": 0.5,
-        "attn_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 64,
-        "attention_sinks": True,
-    }.items():
-        with pytest.raises(ConfigError, match=f"{name} must be .* with latent, but got {name}="):
-            replace(config, **{name: value})
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor must be 1.0 with latent atten"):
+        replace(config, rotary=Rotary(partial_rotary_factor=0.5))
+    with pytest.raises(ConfigError, match="attention_chunk_size must be None with latent atten"):
+        replace(config, pattern=LayerPattern(attention_chunk_size=8))

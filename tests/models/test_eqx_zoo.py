@@ -17,7 +17,15 @@ from _settings import make_settings
 from safetensors.numpy import save_file
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.models import ExpertsConfig, LlamaConfig, RotaryScaling, llama, llama_names
+from jaxpipe.models import (
+    ExpertsConfig,
+    Heads,
+    LlamaConfig,
+    Rotary,
+    RotaryScaling,
+    llama,
+    llama_names,
+)
 from jaxpipe.topology import make_pipeline_mesh
 from jaxpipe.weights import Rename, rename, rename_back
 
@@ -33,15 +41,16 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "rope_theta": 5e5,
+    "rotary": Rotary(rope_theta=5e5),
 }
 LLAMA3 = RotaryScaling("llama3", 8.0, 16, low_freq_factor=1.0, high_freq_factor=4.0)
+HEAD_NORMS = Heads(qk_norm=True)
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama3": {"rope_scaling": LLAMA3, "tie_word_embeddings": True},
+    "llama3": {"rotary": Rotary(5e5, LLAMA3), "tie_word_embeddings": True},
     "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True, "head_dim": 16, "tie_word_embeddings": True},
-    "qwen3_moe": {"qk_norm": True, "experts": ExpertsConfig(4, 2, 20, dense_layers=(0,))},
+    "qwen3": {"attention": HEAD_NORMS, "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {"attention": HEAD_NORMS, "experts": ExpertsConfig(4, 2, 20, dense_layers=(0,))},
 }
 
 
@@ -75,7 +84,7 @@ def tokens_of(*shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_logits(case: str, tmp_path: Path) -> None:
-    config = LlamaConfig(**SIZES, **CASES[case])
+    config = LlamaConfig(**{**SIZES, **CASES[case]})
     params, tokens = write(config, tmp_path), tokens_of(2, LENGTH)
     found = jax.jit(PipelineModule(llama(config), num_stages=1).apply)(params, tokens)
     np.testing.assert_allclose(found, logits_of(tmp_path, tokens), rtol=1e-5, atol=1e-5)

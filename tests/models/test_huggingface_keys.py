@@ -396,7 +396,8 @@ def test_a_scaling_is_read_whole_or_refused(key: str, value: Any, match: str) ->
 
 def test_a_theta_is_given_once() -> None:
     inner = {"rope_parameters": {"rope_theta": 1e6}}
-    assert LlamaConfig.from_huggingface({**LLAMA, **inner, "rope_theta": 1e6}).rope_theta == 1e6
+    found = LlamaConfig.from_huggingface({**LLAMA, **inner, "rope_theta": 1e6})
+    assert found.rotary.rope_theta == 1e6
     with pytest.raises(
         ConfigError, match="rope_theta must be 1000000.0, but got rope_theta=10000.0"
     ):

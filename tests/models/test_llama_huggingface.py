@@ -20,7 +20,7 @@ from _written import written
 
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.errors import ConfigError, LayerError
-from jaxpipe.models import LlamaConfig, RotaryScaling, llama, llama_names
+from jaxpipe.models import LlamaConfig, Rotary, RotaryScaling, llama, llama_names
 from jaxpipe.topology import make_pipeline_mesh
 from jaxpipe.weights import rename, rename_back
 
@@ -350,7 +350,7 @@ def test_packed_texts_whose_length_together_would_stretch_angles_are_refused() -
         "intermediate_size": 16,
         "num_hidden_layers": 1,
     }
-    config = LlamaConfig(**sizes, num_attention_heads=2, rope_scaling=scaling)
+    config = LlamaConfig(**sizes, num_attention_heads=2, rotary=Rotary(rope_scaling=scaling))
     module = PipelineModule(llama(config), num_stages=1)
     for length, is_stretched in ((8, False), (9, True)):
         ids = np.ones((1, length), np.int32)

@@ -1,6 +1,7 @@
 """Model families on stages, replicas and `model` against themselves on one device."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ from jaxpipe.models import (
     BertConfig,
     ExpertsConfig,
     GPT2Config,
+    Heads,
+    LayerPattern,
     LlamaConfig,
+    Norms,
+    Rotary,
     RotaryScaling,
     bert,
     bert_names,
@@ -105,10 +110,9 @@ EVERYTHING = {
     "qkv_bias": True,
     "out_bias": True,
     "mlp_bias": True,
-    "qk_norm": True,
-    "sliding_window": 3,
-    "layer_types": ("full_attention", "sliding_attention") * 2,
-    "rope_scaling": RotaryScaling("yarn", 4.0, 8),
+    "attention": Heads(qk_norm=True),
+    "pattern": LayerPattern(3, ("full_attention", "sliding_attention") * 2),
+    "rotary": Rotary(rope_scaling=RotaryScaling("yarn", 4.0, 8)),
 }
 EXPERTS = ExpertsConfig(4, 2, 12, shared_size=8)
 ROOMY = ExpertsConfig(4, 2, 12, capacity_factor=1.0, norm_topk_prob=False)
@@ -174,38 +178,31 @@ def test_gradients(case: str) -> None:
 
 
 GEMMA: dict[str, Any] = {
-    **dict.fromkeys(("zero_centered_norms", "post_norms", "scale_embeddings"), True),
+    "norms": Norms(zero_centered_norms=True, post_norms=True),
+    "scale_embeddings": True,
     "hidden_act": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 9.0,
-    "attn_logit_softcapping": 2.0,
+    "attention": Heads(query_pre_attn_scalar=9.0, attn_logit_softcapping=2.0),
     "final_logit_softcapping": 3.0,
-    "sliding_window": 3,
-    "layer_types": ("sliding_attention", "full_attention"),
-    "rope_local_base_freq": 100.0,
+    "pattern": LayerPattern(3, ("sliding_attention", "full_attention"), rope_local_base_freq=100.0),
     "tie_word_embeddings": True,
 }
 LONGROPE = RotaryScaling("longrope", 4.0, 4, short_factor=(1.0,), long_factor=(2.0,))
 UNROTATED: dict[str, Any] = {
-    "nope_layers": (1,),
-    "partial_rotary_factor": 0.5,
-    "rope_scaling": LONGROPE,
+    "pattern": LayerPattern(nope_layers=(1,)),
+    "rotary": Rotary(rope_scaling=LONGROPE, partial_rotary_factor=0.5),
 }
 GPT_OSS: dict[str, Any] = {
-    "attention_sinks": True,
+    "attention": Heads(attention_sinks=True),
     "qkv_bias": True,
     "out_bias": True,
-    "sliding_window": 3,
-    "rope_scaling": RotaryScaling("yarn", 4.0, 8, truncate=False),
+    "pattern": LayerPattern(3),
+    "rotary": Rotary(rope_scaling=RotaryScaling("yarn", 4.0, 8, truncate=False)),
     "experts": ExpertsConfig(4, 2, 12, router_bias=True, expert_bias=True, activation="clamped"),
 }
 LLAMA4: dict[str, Any] = {
-    "nope_layers": (1,),
-    "rope_interleave": True,
-    "qk_l2_norm": True,
-    "attn_temperature_tuning": True,
-    "floor_scale": 2,
-    "attention_chunk_size": 3,
-    "layer_types": ("chunked_attention", "full_attention"),
+    "attention": Heads(qk_l2_norm=True, attn_temperature_tuning=True, floor_scale=2),
+    "rotary": Rotary(rope_interleave=True),
+    "pattern": LayerPattern(None, ("chunked_attention", "full_attention"), 3, (1,)),
     "experts": ExpertsConfig(
         4,
         1,
@@ -220,11 +217,14 @@ LLAMA4: dict[str, Any] = {
 }
 EVERY_PART: dict[str, Any] = {
     **GEMMA,
-    **LLAMA4,
-    "experts": None,
-    "attention_sinks": True,
-    "partial_rotary_factor": 0.5,
-    "layer_types": ("sliding_attention", "chunked_attention"),
+    "attention": replace(
+        LLAMA4["attention"],
+        query_pre_attn_scalar=9.0,
+        attn_logit_softcapping=2.0,
+        attention_sinks=True,
+    ),
+    "rotary": Rotary(rope_interleave=True, partial_rotary_factor=0.5),
+    "pattern": LayerPattern(3, ("sliding_attention", "chunked_attention"), 3, (1,), 100.0),
 }
 PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "every": (EVERY_PART, {"pipe": 2, "data": 2}, {"split_vocabulary": True, "is_packed": True}),
@@ -277,7 +277,7 @@ def test_a_folder_is_read_and_what_would_change_numbers_is_refused(tmp_path: Pat
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values))
     config = LlamaConfig.from_huggingface(tmp_path)
-    assert config == LlamaConfig(**SIZES, qkv_bias=True, rope_theta=5e5)
+    assert config == LlamaConfig(**SIZES, qkv_bias=True, rotary=Rotary(5e5))
     assert hash(config) == hash(LlamaConfig.from_huggingface(path))
     with pytest.raises(
         ConfigError,
@@ -327,7 +327,12 @@ def test_names_of_huggingface_go_both_ways(family: str, *, is_tied: bool) -> Non
     The first layer's is one that people know.
     """
     if family == "llama":
-        config = LlamaConfig(**SIZES, qkv_bias=True, qk_norm=True, tie_word_embeddings=is_tied)
+        config = LlamaConfig(
+            **SIZES,
+            qkv_bias=True,
+            attention=Heads(qk_norm=True),
+            tie_word_embeddings=is_tied,
+        )
         layers, names, known = (
             llama(config),
             llama_names(config),

@@ -18,7 +18,7 @@ import jaxpipe
 from jaxpipe import PipeDataParallelTopology, Pipeline, PipelineModule, ProcessTopology
 from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.losses import multi_token_cross_entropy
-from jaxpipe.models import ExpertsConfig, LatentConfig, LlamaConfig, RotaryScaling, llama
+from jaxpipe.models import ExpertsConfig, LatentConfig, LlamaConfig, Rotary, RotaryScaling, llama
 from jaxpipe.topology import make_pipeline_mesh
 
 VOCAB, LENGTH, SAMPLES, MICROBATCHES, SHARE = 32, 8, 4, 2, 0.4
@@ -41,10 +41,10 @@ CONFIG = LlamaConfig(
     intermediate_size=24,
     num_hidden_layers=2,
     num_attention_heads=4,
-    rope_scaling=RotaryScaling("yarn", 4.0, 8, mscale=1.0, mscale_all_dim=1.0),
+    rotary=Rotary(rope_scaling=RotaryScaling("yarn", 4.0, 8, mscale=1.0, mscale_all_dim=1.0)),
     initializer_range=0.3,
     experts=EXPERTS,
-    latent=LatentConfig(10, 6, 4, 8, q_lora_rank=12),
+    attention=LatentConfig(10, 6, 4, 8, q_lora_rank=12),
     num_nextn_predict_layers=1,
 )
 LOSS = functools.partial(multi_token_cross_entropy, extra_weight=SHARE)
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     ),
     "sequence": ({}, {"pipe": 2, "data": 1, "sequence": 2}, {}),
     "dense": (
-        {"experts": None, "latent": LatentConfig(10, 6, 4, 12, rope_interleave=False)},
+        {"experts": None, "attention": LatentConfig(10, 6, 4, 12, rope_interleave=False)},
         {"pipe": 2, "data": 2},
         {"schedule": "zero-bubble"},
     ),

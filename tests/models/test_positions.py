@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxpipe import PipelineModule
-from jaxpipe.models import LlamaConfig, llama
+from jaxpipe.models import LayerPattern, LlamaConfig, llama
 from jaxpipe.models._positions import chunks_of, positions_of
 
 
@@ -29,8 +29,7 @@ def test_positions_of_the_caller_may_begin_in_the_middle_of_a_chunk() -> None:
     config = LlamaConfig(
         **sizes,
         num_attention_heads=2,
-        attention_chunk_size=4,
-        layer_types=("chunked_attention",),
+        pattern=LayerPattern(attention_chunk_size=4, layer_types=("chunked_attention",)),
         initializer_range=1.0,
     )
     module = PipelineModule(llama(config), num_stages=1)

@@ -52,16 +52,18 @@ def test_layers_have_the_kinds_that_are_published() -> None:
     kinds = [gemma.kind(layer) for layer in range(6)]
     rotary = [kind.rotary for kind in kinds if kind.rotary is not None]
     assert [kind.window for kind in kinds] == [1024] * 5 + [None]
-    assert [each.theta for each in rotary] == [1e4] * 5 + [1e6]
-    assert [each.scaling is None for each in rotary] == [True] * 5 + [False]
+    assert [each.rope_theta for each in rotary] == [1e4] * 5 + [1e6]
+    assert [each.rope_scaling is None for each in rotary] == [True] * 5 + [False]
     scout, maverick = read("Llama 4 Scout"), read("Llama 4 Maverick")
     assert [scout.kind(layer).chunk for layer in range(4)] == [8192] * 3 + [None]
     assert [scout.kind(layer).rotary is None for layer in range(4)] == [False] * 3 + [True]
-    assert [maverick.kind(layer).is_mixture for layer in range(4)] == [False, True] * 2
+    assert [maverick.kind(layer).experts is not None for layer in range(4)] == [False, True] * 2
     assert [read("gpt-oss-20b").kind(layer).window for layer in range(2)] == [128, None]
     rotary = read("Phi-4-mini").kind(0).rotary
     assert rotary is not None
-    assert (rotary.dim, rotary.scaling and rotary.scaling.factor) == (96, 32.0)
+    assert rotary.num_dims(128) == 96
+    assert rotary.rope_scaling is not None
+    assert rotary.rope_scaling.factor == 32.0
 
 
 REFUSED = [

@@ -16,7 +16,7 @@ from _tolerances import assert_close, assert_loss
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, ProcessTopology
 from jaxpipe.losses import cross_entropy
-from jaxpipe.models import GPT2Config, LlamaConfig, gpt2, llama
+from jaxpipe.models import GPT2Config, LayerPattern, LlamaConfig, gpt2, llama
 from jaxpipe.topology import make_pipeline_mesh
 
 VOCAB, LENGTH, MICROBATCHES, SAMPLES = 32, 16, 2, 2
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[list[Any], dict[str, int], dict[str, Any]]] = {
     # Blocks off the trunk, which only one stage runs.
     "uneven, fsdp": (decoder(3, **RING), {"pipe": 2, "data": 1, "fsdp": 2, "sequence": 2}, {}),
     "window, four places": (
-        decoder(sliding_window=5, sequence="ring"),
+        decoder(pattern=LayerPattern(sliding_window=5), sequence="ring"),
         {"pipe": 2, "data": 1, "sequence": 4},
         {"activation_checkpoint_interval": 1},
     ),

@@ -24,8 +24,12 @@ from jaxpipe.models import (
     BertConfig,
     ExpertsConfig,
     GPT2Config,
+    Heads,
     LatentConfig,
+    LayerPattern,
     LlamaConfig,
+    Norms,
+    Rotary,
     RotaryScaling,
     bert,
     gpt2,
@@ -104,6 +108,7 @@ LLAMA = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
+ALTERNATING = LayerPattern(sliding_window=3, layer_types=("sliding_attention", "full_attention"))
 
 
 def decoder(**changes: Any) -> Callable[[], list[Any]]:
@@ -111,25 +116,23 @@ def decoder(**changes: Any) -> Callable[[], list[Any]]:
 
 
 def gemma_2() -> list[Any]:
-    flags = ("zero_centered_norms", "post_norms", "scale_embeddings", "tie_word_embeddings")
     return decoder(
-        **dict.fromkeys(flags, True),
+        scale_embeddings=True,
+        tie_word_embeddings=True,
+        norms=Norms(zero_centered_norms=True, post_norms=True),
         hidden_act="gelu_pytorch_tanh",
-        query_pre_attn_scalar=9.0,
-        attn_logit_softcapping=50.0,
+        attention=Heads(query_pre_attn_scalar=9.0, attn_logit_softcapping=50.0),
         final_logit_softcapping=30.0,
-        sliding_window=3,
-        layer_types=("sliding_attention", "full_attention"),
+        pattern=ALTERNATING,
     )()
 
 
 GPT_OSS = decoder(
-    attention_sinks=True,
+    attention=Heads(attention_sinks=True),
     qkv_bias=True,
     out_bias=True,
-    sliding_window=3,
-    layer_types=("sliding_attention", "full_attention"),
-    rope_scaling=RotaryScaling("yarn", 4.0, 8, truncate=False),
+    pattern=ALTERNATING,
+    rotary=Rotary(rope_scaling=RotaryScaling("yarn", 4.0, 8, truncate=False)),
     experts=ExpertsConfig(4, 2, 12, router_bias=True, expert_bias=True, activation="clamped"),
 )
 ROUTED = ExpertsConfig(
@@ -145,9 +148,9 @@ ROUTED = ExpertsConfig(
 DEEPSEEK = dataclasses.replace(
     LLAMA,
     num_key_value_heads=4,
-    rope_scaling=RotaryScaling("yarn", 4.0, 8, mscale=1.0, mscale_all_dim=1.0),
+    rotary=Rotary(rope_scaling=RotaryScaling("yarn", 4.0, 8, mscale=1.0, mscale_all_dim=1.0)),
     experts=dataclasses.replace(ROUTED, dense_layers=(0,)),
-    latent=LatentConfig(10, 6, 4, 8, q_lora_rank=12),
+    attention=LatentConfig(10, 6, 4, 8, q_lora_rank=12),
     num_nextn_predict_layers=1,
 )
 EXTRA_LOSS = functools.partial(multi_token_cross_entropy, extra_weight=0.3)
