@@ -18,9 +18,9 @@ from ._function import FunctionLayer
 from ._linen import LinenLayer
 from ._nnx import NNXLayer
 from ._protocol import TRAIN_FLAGS, Layer, call_of
-from ._remat import remat_layer
+from ._remat import RematLayer
 from ._spec import LayerSpec, TiedLayerSpec, is_equinox
-from ._tree import Place
+from ._tree import Place, key_path
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ def _name(index: int, item: Any) -> NamedLayer:
                 f"{place.name}, but got train_flag({flag!r}). Name one of those of its call "
                 f"({known}), a boolean field, or a boolean attribute."
             )
-    # Before `remat_layer` wraps the layer: only the Linen layer knows its module.
+    # Before `RematLayer` wraps the layer: only the Linen layer knows its module.
     instances = tuple(_instances(layer.module)) if isinstance(layer, LinenLayer) else ()
     mark, adapters = (item.remat_mark, item.adapters) if isinstance(item, LayerSpec) else (None, ())
     if mark is not None:
-        layer = remat_layer(layer, mark)
+        layer = RematLayer(layer, mark)
     return NamedLayer(
         index,
         place,
@@ -131,9 +131,7 @@ def _instances(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Mo
             value, is_leaf=lambda x: isinstance(x, nn.Module)
         ):
             if isinstance(leaf, nn.Module):
-                name = "_".join(
-                    (field.name, *(jax.tree_util.keystr((key,), simple=True) for key in keys))
-                )
+                name = "_".join((field.name, *key_path(keys)))
                 # An explicit name of the submodule wins over the field's, as in Flax.
                 yield from _instances(leaf, (*path, leaf.name or name))
 
@@ -169,12 +167,12 @@ def _adapt_spec(index: int, spec: LayerSpec) -> Layer:
     forward_fn = spec.forward_fn
     if isinstance(kind, type) and issubclass(kind, nnx.Module):
         lora = _lora_mark(index, spec, kind)
-        return _checked(index, spec, lambda: NNXLayer(spec, forward_fn, lora))
+        return _checked(index, spec, lambda: NNXLayer(spec, lora))
     if isinstance(kind, type) and is_equinox(kind):
         # An optional dependency, which is installed if the spec has one of its classes.
         from ._equinox import EquinoxLayer
 
-        return _checked(index, spec, lambda: EquinoxLayer(spec, forward_fn))
+        return _checked(index, spec, lambda: EquinoxLayer(spec))
     flags = {**TRAIN_FLAGS, **spec.train_flags}
     # A Linen module is only a description: building it allocates nothing.
     module = _checked(index, spec, spec.build)
@@ -182,7 +180,7 @@ def _adapt_spec(index: int, spec: LayerSpec) -> Layer:
         return _adapt_function(index, module, forward_fn, flags)
     lora = _lora_mark(index, spec, type(module))
     if lora is not None:
-        forward_fn = adapted_call(call_of(type(module)) if forward_fn is None else forward_fn, lora)
+        forward_fn = adapted_call(call_of(type(module), forward_fn), lora)
     return LinenLayer(module, forward_fn, flags, spec.given_names())
 
 

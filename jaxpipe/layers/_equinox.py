@@ -5,7 +5,6 @@ This is the only file of jaxpipe that imports `equinox`, and only when such a la
 
 import functools
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ from ._protocol import (
     identity_of,
 )
 from ._spec import LayerSpec
-from ._tree import flatten_dict, unflatten_dict
+from ._tree import flatten_dict, key_path, unflatten_dict
 
 
 class EquinoxLayer(Layer):
@@ -41,10 +40,10 @@ class EquinoxLayer(Layer):
     arrays keep the values they were built with.
     """
 
-    def __init__(self, spec: LayerSpec, forward_fn: Callable[..., Any] | None = None) -> None:
+    def __init__(self, spec: LayerSpec) -> None:
         self.class_name = getattr(spec.typename, "__name__", "Module")
         self._spec = spec
-        self.forward_fn = forward_fn
+        self.forward_fn = spec.forward_fn
         if "key" in spec.module_kwargs:
             raise LayerError(
                 f"LayerSpec({self.class_name}, ...) must leave key to the pipeline, but got "
@@ -58,13 +57,13 @@ class EquinoxLayer(Layer):
             p.kind is p.VAR_KEYWORD for p in parameters.values()
         )
         arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
-        made_by = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
+        made_by = identity_of(spec.typename, *arguments, spec.forward_fn, tuple(flags.items()))
         leaves, treedef = jax.tree.flatten(self._structure)
         # The treedef covers static fields; Python numbers are leaves, and differ without showing in
         # it.
         numbers = identity_of(*(leaf for leaf in leaves if not hasattr(leaf, "dtype")))
         self.identity = made_by, equal_or_same(treedef), numbers
-        call = call_of(spec.typename) if forward_fn is None else forward_fn  # pyright: ignore[reportArgumentType]
+        call = call_of(spec.typename, spec.forward_fn)
         self.arguments = CallArguments(call, 2, f"layer {self.class_name}", flags)
         self._check()
 
@@ -80,7 +79,7 @@ class EquinoxLayer(Layer):
         values = {**flatten_dict(call.params), **flatten_dict(call.collections.get("arrays", {}))}
         leaves, treedef = jax.tree.flatten_with_path(self._structure)
         module = jax.tree.unflatten(
-            treedef, [values.get(_path(keys), leaf) for keys, leaf in leaves]
+            treedef, [values.get(key_path(keys), leaf) for keys, leaf in leaves]
         )
         if not call.train:
             module = eqx.nn.inference_mode(module)
@@ -113,7 +112,7 @@ class EquinoxLayer(Layer):
     def _arrays_of(self, module: Any) -> dict[Path, Any]:
         leaves = jax.tree.leaves_with_path(module)
         return {
-            _path(keys): leaf
+            key_path(keys): leaf
             for keys, leaf in leaves
             if eqx.is_array_like(leaf) and hasattr(leaf, "dtype")
         }
@@ -124,18 +123,14 @@ class EquinoxLayer(Layer):
             if is_state(leaf):
                 raise LayerError(
                     f"layer {self.class_name} must hold no equinox.nn.State, but got one at "
-                    f"{'.'.join(_path(keys))!r}. Use a module without state, such as "
+                    f"{'.'.join(key_path(keys))!r}. Use a module without state, such as "
                     "equinox.nn.LayerNorm or equinox.nn.GroupNorm, or a Linen or NNX module, whose "
                     "collections are kept."
                 )
-        paths = [_path(keys) for keys, _ in jax.tree.leaves_with_path(self._structure)]
+        paths = [key_path(keys) for keys, _ in jax.tree.leaves_with_path(self._structure)]
         twice = [".".join(path) for path in set(paths) if paths.count(path) > 1]
         if twice:
             raise LayerError(
                 f"layer {self.class_name} must have a path of its own for each array, but got two "
                 f"at {twice[0]!r}. Rename one of the keys of its dictionaries."
             )
-
-
-def _path(keys: tuple[Any, ...]) -> Path:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)

@@ -69,10 +69,3 @@ def init_params(
             made[index] = flatten_dict(program(key_of(index))[0])
         leaves[path] = made[index][local]
     return unflatten_dict(leaves)
-
-
-def seeded_key(seed_fn: Callable[[int], jax.Array], seed: int) -> jax.Array:
-    """The key that `seed_fn` makes from a seed."""
-    # The key is needed as a value even if the caller is being traced.
-    with jax.ensure_compile_time_eval():
-        return seed_fn(seed)

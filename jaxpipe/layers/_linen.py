@@ -51,7 +51,7 @@ class LinenLayer(Layer):
             )
         self.module = module
         self.forward_fn = forward_fn
-        self._call = call_of(type(module)) if forward_fn is None else forward_fn
+        self._call = call_of(type(module), forward_fn)
         fields = {
             f.name: (getattr(module, f.name, None), f.default) for f in dataclasses.fields(module)
         }

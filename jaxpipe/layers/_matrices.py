@@ -13,6 +13,7 @@ from jaxpipe._typing import Path
 from jaxpipe.jaxpr import follow, primitives
 
 from ._model_trace import ModelTrace
+from ._tree import key_path
 
 _NONE: frozenset[Any] = frozenset()
 
@@ -111,7 +112,7 @@ def hidden_matrices(trace: ModelTrace) -> frozenset[Path]:
     # From the last layer, because what reaches the outputs is known there first.
     for index in reversed(range(len(trace.programs))):
         leaves = jax.tree.leaves_with_path(trace.params[index])
-        local = [tuple(jax.tree_util.keystr((k,), simple=True) for k in keys) for keys, _ in leaves]
+        local = [key_path(keys) for keys, _ in leaves]
         paths = [trace.paths[index].paths[path] for path in local]
         shapes |= dict(zip(paths, (leaf for _, leaf in leaves), strict=True))
         inputs = jax.tree.leaves(trace.boundaries[index])

@@ -244,7 +244,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         self._parts: tuple[int, ...] | None = None
         self._part_stages: tuple[int, ...] | None = None
         if not (needs_shapes(self.partition_method) or profile_source(self.partition_method)):
-            self._parts = self._partition(None)
+            self._parts = self.partition(None)
         elif self.num_stages > len(self.layers):
             names = ", ".join(named.name for named in self.layers)
             raise PartitionError(
@@ -270,7 +270,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
 
     def partition(
         self,
-        trace: ModelTrace,
+        trace: ModelTrace | None,
         num_parts: int | None = None,
         *,
         profile: Profile | None = None,
@@ -279,7 +279,7 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         """Boundaries of the stages, as layer indices; does not change the module, see `with_cut`.
 
         Args:
-            trace: The model's shapes.
+            trace: The model's shapes; None for a method that needs none.
             num_parts: Number of parts to cut into, `num_stages * num_chunks` for a schedule with
                 several chunks on each stage. None makes one part per stage, or as many parts as
                 `partition_method` defines if it is a list of boundaries.
@@ -294,7 +294,25 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
             PartitionError: The method cannot cut these layers, or `num_parts` is not a multiple of
                 `num_stages`.
         """
-        return self._partition(trace, num_parts, profile, signatures)
+        method = self.partition_method
+        is_cut = (num_parts or self.num_stages) > 1
+        if (
+            signatures is None
+            and trace is not None
+            and is_method(method, "best", "trunk")
+            and is_cut
+        ):
+            signatures = layer_signatures(self.layers, trace, self.compute_dtype)
+        return partition_layers(
+            method,
+            num_stages=self.num_stages,
+            num_parts=num_parts,
+            names=[named.name for named in self.layers],
+            class_names=[named.layer.class_name for named in self.layers],
+            num_params=None if trace is None else trace.num_own_params(),
+            signatures=signatures,
+            profile=profile,
+        )
 
     def with_cut(
         self, trace: ModelTrace, parts: Sequence[int], stages: Sequence[int] | None = None
@@ -375,30 +393,3 @@ class PipelineModule(SequentialModel, DeepSpeedNames):
         facts += [f"tied to {named.tied_key!r}"] if named.tied_key is not None else []
         facts += ["recomputed"] if named.is_marked else []
         return f"    {named.name}{'  ' if facts else ''}{', '.join(facts)}"
-
-    def _partition(
-        self,
-        trace: ModelTrace | None,
-        num_parts: int | None = None,
-        profile: Profile | None = None,
-        signatures: Sequence[Hashable] | None = None,
-    ) -> tuple[int, ...]:
-        method = self.partition_method
-        is_cut = (num_parts or self.num_stages) > 1
-        if (
-            signatures is None
-            and trace is not None
-            and is_method(method, "best", "trunk")
-            and is_cut
-        ):
-            signatures = layer_signatures(self.layers, trace, self.compute_dtype)
-        return partition_layers(
-            method,
-            num_stages=self.num_stages,
-            num_parts=num_parts,
-            names=[named.name for named in self.layers],
-            class_names=[named.layer.class_name for named in self.layers],
-            num_params=None if trace is None else trace.num_own_params(),
-            signatures=signatures,
-            profile=profile,
-        )

@@ -68,14 +68,13 @@ class NNXLayer(Layer):
     def __init__(
         self,
         spec: LayerSpec,
-        forward_fn: Callable[..., Any] | None = None,
         lora: LoraMark | None = None,
     ) -> None:
         self.class_name = getattr(spec.typename, "__name__", "Module")
         _check_spec(spec)
         self.spec = spec
         self._lora = lora
-        self.forward_fn = forward_fn
+        self.forward_fn = spec.forward_fn
         flags = {**TRAIN_FLAGS, **spec.train_flags}
         self._cls: Any = spec.typename
         parameters = inspect.signature(self._cls.__init__).parameters
@@ -83,7 +82,7 @@ class NNXLayer(Layer):
         self._takes_rngs = "rngs" in parameters or any(
             p.kind is p.VAR_KEYWORD for p in parameters.values()
         )
-        call = call_of(self._cls) if forward_fn is None else forward_fn
+        call = call_of(self._cls, spec.forward_fn)
         self._flags = flags
         self._writes_nothing = {True: False, False: False}
         """For training and evaluation: whether a call was already seen to write no parameter."""
@@ -92,13 +91,11 @@ class NNXLayer(Layer):
             # Inside it a class may use the axis of the replicas.
             on_mesh(one_device_mesh(()), lambda: self._structure)
         except NameError as error:
-            raise (
-                axis_fault(f"layer {self.class_name}", error, ())
-                if is_unbound_axis(error)
-                else error
-            ) from error
+            if not is_unbound_axis(error):
+                raise
+            raise axis_fault(f"layer {self.class_name}", error, ()) from error
         arguments = (spec.module_args, tuple(spec.module_kwargs.items()))
-        made_by = identity_of(spec.typename, *arguments, forward_fn, tuple(flags.items()))
+        made_by = identity_of(spec.typename, *arguments, spec.forward_fn, tuple(flags.items()))
         self.identity = made_by, equal_or_same(self._structure[0])
 
     @property

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxpipe._typing import Path, PyTree
 from jaxpipe.jaxpr import ClosedJaxpr, all_equations, primitives
 
+from ._tree import key_path
+
 
 def cast_floats(tree: PyTree, dtype: Any, uncast: Collection[Path] = ()) -> PyTree:
     """The tree with its real floating-point leaves in `dtype`, except those at the paths `uncast`.
@@ -21,7 +23,7 @@ def cast_floats(tree: PyTree, dtype: Any, uncast: Collection[Path] = ()) -> PyTr
     def one(keys: Any, leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == dtype:
             return leaf
-        if uncast and tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) in uncast:
+        if uncast and key_path(keys) in uncast:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, dtype)

@@ -34,6 +34,7 @@ TRAIN_FLAGS: Mapping[str, bool] = {
 STANDARD_ARGUMENTS = (*TRAIN_FLAGS, "rngs")
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
     """What one call of a layer gets.
@@ -54,7 +55,7 @@ class LayerCall:
     params: PyTree = dataclasses.field(default_factory=dict[str, Any])
     collections: Mapping[str, PyTree] = dataclasses.field(default_factory=dict[str, Any])
     rngs: Rngs | None = None
-    train: bool = False
+    train: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 class Layer(abc.ABC):
@@ -179,8 +180,10 @@ def equal_or_same(structure: Hashable) -> Hashable:
     return structure
 
 
-def call_of(cls: type) -> Callable[..., Any]:
-    """The function that a module's class defines as its call; raises LayerError without one."""
+def call_of(cls: Any, forward_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The call of a module: `forward_fn`, or else what its class defines, which it must."""
+    if forward_fn is not None:
+        return forward_fn
     # Not `hasattr`: every class is callable, so `cls.__call__` always exists, as its metaclass's.
     for base in cls.__mro__:
         if "__call__" in vars(base):

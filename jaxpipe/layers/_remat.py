@@ -9,7 +9,7 @@ import inspect
 import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -21,7 +21,6 @@ from jaxpipe.errors import LayerError
 from ._protocol import Applied, Layer, LayerCall
 from ._wrapped import WrappedLayer
 
-T = TypeVar("T")
 Call = Callable[[Any], Any]
 
 
@@ -109,12 +108,9 @@ def _content_key(value: Any) -> Hashable:
     return type(value), value
 
 
-def remat_layer(layer: Layer, mark: RematMark) -> Layer:
+class RematLayer(WrappedLayer):
     """A layer that recomputes itself in training, with the variables and name of `layer`."""
-    return _RematLayer(layer, mark)
 
-
-class _RematLayer(WrappedLayer):
     def __init__(self, layer: Layer, mark: RematMark) -> None:
         super().__init__(layer, mark)
         self._mark = mark
@@ -124,13 +120,6 @@ class _RematLayer(WrappedLayer):
         if not call.train:
             return apply(call)
         return self._mark.call(lambda inputs: apply(replace(call, inputs=inputs)), call.inputs)
-
-
-def group_layers(items: Sequence[T], interval: int) -> list[Sequence[T]]:
-    """Cut a run of layers into groups of `interval` consecutive layers; 0 makes all one group."""
-    if interval == 0:
-        return [items] if items else []
-    return [items[i : i + interval] for i in range(0, len(items), interval)]
 
 
 def chain(
@@ -159,7 +148,8 @@ def chain(
         return compose(calls)
     calls_at_once = _calls_at_once(remat)
     wrapped: list[Call] = []
-    for group_indices in group_layers(range(len(calls)), interval):
+    for start in range(0, len(calls), interval):
+        group_indices = range(len(calls))[start : start + interval]
         unmarked = [i for i in group_indices if marked is None or not marked[i]]
         # As with DeepSpeed's `checkpointable_layers`: if one call may not be recomputed, its whole
         # group is not.

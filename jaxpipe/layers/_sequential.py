@@ -17,7 +17,7 @@ from jaxpipe.jaxpr import check_jax
 from ._arguments import LossTerms, checked_loss
 from ._axes import axis_fault, call_on_one, is_unbound_axis, one_device_mesh
 from ._build import NamedLayer
-from ._initial import init_layer, init_params, seeded_key
+from ._initial import init_layer, init_params
 from ._model_trace import ModelTrace
 from ._param_paths import layer_view
 from ._precision import cast_floats
@@ -128,11 +128,11 @@ class SequentialModel:
         Raises:
             LayerError: `seed_fn` makes no key.
         """
-        return (
-            seeded_key(self.seed_fn, self.base_seed + index)
-            if self.seed_layers
-            else jax.random.fold_in(key, index)
-        )
+        if not self.seed_layers:
+            return jax.random.fold_in(key, index)
+        # The key is needed as a value even if the caller is being traced.
+        with jax.ensure_compile_time_eval():
+            return self.seed_fn(self.base_seed + index)
 
     def init_layer(self, index: int, trace: ModelTrace, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Make one layer's parameters and collections, with the paths inside the layer; traceable.

@@ -17,6 +17,7 @@ from jaxpipe.jaxpr import spec_axes
 from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
 
 from ._marks import MarkBox, Marks
+from ._tree import key_path
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
@@ -167,22 +168,15 @@ def with_fsdp(
         # Metadata that names the axis is the user's own choice of the dim.
         if len(leaf.shape) < 2 or any(FSDP in spec_axes(entry) for entry in spec):
             continue
-
-        def size(
-            dim: int, leaf: Any = leaf, spec: PartitionSpec = spec, path: Path = path
-        ) -> tuple[int, bool]:
-            """A device's share of a dim, 0 if it is not divisible; and whether it is whole."""
+        # Of two dims with equal shares, one that is still whole comes first, then the earlier one.
+        shares: list[tuple[int, bool, int]] = []
+        for dim, (size, names) in enumerate(zip(leaf.shape, spec, strict=True)):
+            share = size // math.prod(mesh.shape[axis] for axis in spec_axes(names))
             # A dim that is split over the stages (`taken`) is not divided further.
-            shard_size = leaf.shape[dim] // math.prod(
-                mesh.shape[axis] for axis in spec_axes(spec[dim])
-            )
-            return shard_size if shard_size % length == 0 and taken.get(path) != dim else 0, spec[
-                dim
-            ] is None
-
-        # Of two dims with equal shares, one that is still whole comes first.
-        dim = max(range(len(leaf.shape)), key=size)
-        if size(dim)[0]:
+            if share and share % length == 0 and taken.get(path) != dim:
+                shares.append((share, names is None, -dim))
+        if shares:
+            dim = -max(shares)[2]
             # After the other axes of the dim, so that each device divides its existing share.
             axes = (*spec_axes(spec[dim]), FSDP)
             entry = axes if len(axes) > 1 else FSDP
@@ -271,8 +265,7 @@ def _partitions(tree: PyTree) -> Iterator[tuple[Path, Any]]:
 
 def _boxes(tree: PyTree) -> Iterator[tuple[Path, Any]]:
     for keys, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_box):
-        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
-        yield from ((path, box) for box in [leaf, *_contents(leaf)] if _is_box(box))
+        yield from ((key_path(keys), box) for box in [leaf, *_contents(leaf)] if _is_box(box))
 
 
 def _contents(box: Any) -> Iterator[Any]:

@@ -4,6 +4,7 @@ Class names play no role.
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._typing import PyTree
+from jaxpipe.autodiff import differentiable, replace_differentiable
 from jaxpipe.errors import JaxpipeError, LayerError
 from jaxpipe.jaxpr import program_key
 
@@ -26,57 +28,34 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
     Layers with equal keys compute the same function of (parameters, inputs, key, side), with the
     same gradient. Raises LayerError if the layer cannot be differentiated.
     """
-    params = trace.cast_params(named.index, compute_dtype)
-    inputs = trace.boundaries[named.index]
+    call = LayerCall(
+        trace.boundaries[named.index],
+        dict(trace.side),
+        trace.cast_params(named.index, compute_dtype),
+        trace.collections[named.index],
+        jax.eval_shape(lambda: layer_rngs(jax.random.key(0))),
+    )
 
-    def forward(
-        params: PyTree,
-        inputs: PyTree,
-        key: jax.Array,
-        side: PyTree,
-        collections: PyTree,
-        train: bool = False,
-    ) -> Any:
-        outputs, collections, aux = named.layer.apply(
-            LayerCall(inputs, side, params, collections, layer_rngs(key), train)
-        )
+    def forward(call: LayerCall) -> Any:
+        outputs, collections, aux = named.layer.apply(call)
         # Reported losses are differentiated too: they are added to the loss.
         return (outputs, aux.get("losses", {})), (collections, aux)
 
-    def forward_and_backward(
-        params: PyTree,
-        inputs: PyTree,
-        key: jax.Array,
-        side: PyTree,
-        collections: PyTree,
-        scale: jax.Array,
-    ) -> PyTree:
+    def forward_and_backward(call: LayerCall, scale: jax.Array) -> PyTree:
         # The derivative is part of the trace, so custom derivative rules are compared by what they
-        # compute. Only inexact values have one.
-        leaves, treedef = jax.tree.flatten((params, inputs))
-        inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        # compute.
+        given = (call.params, call.inputs)
 
-        def of_inexact(values: Sequence[jax.Array]) -> PyTree:
-            merged = list(leaves)
-            for i, value in zip(inexact, values, strict=True):
-                merged[i] = value
-            params, inputs = jax.tree.unflatten(treedef, merged)
-            return forward(params, inputs, key, side, collections, train=True)
+        def of_differentiable(values: Sequence[jax.Array]) -> PyTree:
+            params, inputs = replace_differentiable(given, values)
+            return forward(replace(call, params=params, inputs=inputs, train=True))
 
-        outputs, pullback, others = jax.vjp(of_inexact, [leaves[i] for i in inexact], has_aux=True)
+        outputs, pullback, others = jax.vjp(of_differentiable, differentiable(given), has_aux=True)
         return outputs, others, pullback(jax.tree.map(lambda y: _cotangent(y, scale), outputs))
 
-    args = (
-        params,
-        inputs,
-        jax.eval_shape(lambda: jax.random.key(0)),
-        dict(trace.side),
-        trace.collections[named.index],
-    )
     try:
-        training = jax.make_jaxpr(forward_and_backward)(
-            *args, jax.ShapeDtypeStruct((), jnp.float32)
-        )
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        training = jax.make_jaxpr(forward_and_backward)(call, scale)
     except JaxpipeError:
         raise
     except Exception as error:
@@ -85,19 +64,14 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
             f"{type(error).__name__}: {error}. Give what has no derivative one, with "
             "jax.custom_vjp or jax.lax.stop_gradient."
         ) from error
-    evaluation = jax.make_jaxpr(forward)(*args)
+    evaluation = jax.make_jaxpr(forward)(call)
     # Again, because another layer may have left the value only after this one was first traced.
     for program in (training, evaluation):
         check_held(f"layer {named.name}", program)
-    facts = (
-        params,
-        inputs,
-        trace.boundaries[named.index + 1],
-        trace.collections[named.index],
-        trace.aux[named.index],
-    )
     # Traces contain only leaves, so the names of the leaves must be equal too.
-    structures = tuple(jax.tree.structure(tree) for tree in facts)
+    structures = jax.tree.structure(
+        (call, trace.boundaries[named.index + 1], trace.aux[named.index])
+    )
     # For the partitioner, programs with equal traces differ if their weights are sharded
     # differently. For the optimiser they differ by their marks.
     dims = tuple(

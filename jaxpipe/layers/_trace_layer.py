@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -217,22 +218,19 @@ class LayerTracer:
         before = self._effects(layer, params, collections)
         found = {}
         for name, default in defaults.items():
-            with contextlib.suppress(
-                Exception
-            ):  # whatever a layer raises if it does not support this call
-                if (
-                    self._effects(layer.with_argument(name, not default), params, collections)
-                    - before
-                ):
+            # Whatever a layer raises if it does not support this call.
+            with contextlib.suppress(Exception):
+                other = layer.with_argument(name, not default)
+                if any(map(operator.gt, self._effects(other, params, collections), before)):
                     found[name] = not default
         return found
 
-    def _effects(self, layer: Layer, params: PyTree, collections: PyTree) -> set[str]:
-        """`"draws"` if training draws random numbers, `"moves"` if inputs change collections."""
+    def _effects(self, layer: Layer, params: PyTree, collections: PyTree) -> tuple[bool, bool]:
+        """Whether training draws random numbers, and whether inputs change collections."""
         args = self._arguments(params, collections)
         draws = used_inputs(functools.partial(_train, layer), *args)[-1]
         moves = used_inputs(lambda *args: _train(layer, *args)[1], *args)[2]
-        return {name for name, is_there in (("draws", draws), ("moves", moves)) if is_there}
+        return draws, moves
 
     def _arguments(self, params: PyTree, collections: PyTree) -> tuple[PyTree, ...]:
         key = jax.eval_shape(lambda: jax.random.key(0))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from flax.traverse_util import unflatten_dict as unflatten_dict
 
 from jaxpipe._typing import Path
@@ -39,6 +40,11 @@ class Place:
         """The path in the model's tree of the parameter at this path inside the layer."""
         shared = self.tied_key if self.shares(path) else None
         return ("layers", self.name, *path) if shared is None else ("tied", shared, *path)
+
+
+def key_path(keys: tuple[Any, ...]) -> Path:
+    """The path that the keys of `jax.tree.leaves_with_path` mean."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def split_attr(attr: str) -> Path:

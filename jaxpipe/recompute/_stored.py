@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe._typing import PyTree
+from jaxpipe.autodiff import differentiable, replace_differentiable
 from jaxpipe.jaxpr import ClosedJaxpr, Literal, with_consts
 
 from ._settings import RecomputeSettings
@@ -77,8 +78,8 @@ class _Recomputed:
         stored = [store.put(value) for store, value in zip(self.stores, values, strict=True)]
         if self.policy is None:
             return self.run(consts, values), (consts, stored, None)
-        of_inexact, given = self._of_inexact(consts, values)
-        outputs, pullback = jax.vjp(jax.checkpoint(of_inexact, policy=self.policy), given)
+        run, given = self._of_differentiable(consts, values)
+        outputs, pullback = jax.vjp(jax.checkpoint(run, policy=self.policy), given)
 
         def without_inputs(leaf: Any) -> Any:
             return next((_Input(i) for i, value in enumerate(values) if leaf is value), leaf)
@@ -95,7 +96,7 @@ class _Recomputed:
                 for store, value in zip(self.stores, stored, strict=True)
             ]
             if self.policy is None:
-                _, pullback = jax.vjp(*self._of_inexact(consts, values))
+                _, pullback = jax.vjp(*self._of_differentiable(consts, values))
             else:
                 pullback = jax.tree.map(
                     lambda leaf: values[leaf.index] if isinstance(leaf, _Input) else leaf,
@@ -108,21 +109,16 @@ class _Recomputed:
             lambda leaf: next(found) if _is_inexact(leaf) else None, (consts, values)
         )
 
-    def _of_inexact(
+    def _of_differentiable(
         self, consts: Sequence[Any], values: Sequence[jax.Array]
     ) -> tuple[Callable[..., list[jax.Array]], list[jax.Array]]:
         """A function of only the arguments that have a gradient, and these arguments."""
-        leaves, treedef = jax.tree.flatten((consts, values))
+        args = (consts, values)
 
-        def of_inexact(given: Sequence[jax.Array]) -> list[jax.Array]:
-            new = iter(given)
-            return self.run(
-                *jax.tree.unflatten(
-                    treedef, [next(new) if _is_inexact(leaf) else leaf for leaf in leaves]
-                )
-            )
+        def run(given: Sequence[jax.Array]) -> list[jax.Array]:
+            return self.run(*replace_differentiable(args, given))
 
-        return of_inexact, [leaf for leaf in leaves if _is_inexact(leaf)]
+        return run, differentiable(args)
 
 
 def _is_inexact(leaf: jax.Array) -> bool:
