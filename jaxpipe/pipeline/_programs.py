@@ -79,7 +79,6 @@ def make_programs(
     tracing: Callable[[], AbstractContextManager[object]],
 ) -> Programs:
     """Compile the functions of each device for a mesh; each is traced in `tracing()`."""
-    rows = device.sharding.row_spec
     specs = states.specs
     of_state = jax.tree.map(lambda x: x.sharding, states.struct)
     everywhere = NamedSharding(mesh, P())
@@ -113,7 +112,10 @@ def make_programs(
     objective = device.objective
     of_outputs = batches.samples_sharding
     of_trained = select_arrays(device.sharding.trained.shards, of_state.params)
-    of_gradients = (P(), rows, P("stage")), (everywhere, of_trained, of_state.collections)
+    of_gradients = (
+        (P(), device.sharding.row_spec, P("stage")),
+        (everywhere, of_trained, of_state.collections),
+    )
     part = everywhere, everywhere
     return Programs(
         # Donated, so that memory need not hold the old and the new state together. Gradients and
@@ -121,16 +123,7 @@ def make_programs(
         compiled("train_step", device.step, (specs, P()), (of_state, everywhere), donate_argnums=0),
         compiled("gradients", device.gradients, *of_gradients),
         compiled("partial_gradients", device.partial_gradients, *of_gradients, part),
-        # It takes no batch, so nothing is checked. The gradients come from `gradients` and have the
-        # state's structure.
-        Compiled(
-            "update",
-            device.update,
-            mesh,
-            ((specs, rows), (specs, P())),
-            out_shardings=(of_state, everywhere),
-            donate_argnums=0,
-        ),
+        _update(device, mesh, states),
         measured("evaluate", objective.measure_replica, then=objective.means),
         measured("predict", device.outputs, of_outputs),
         measured(
@@ -141,4 +134,18 @@ def make_programs(
         ),
         functools.cache(functools.partial(measured, "measure")),
         objective,
+    )
+
+
+def _update(device: DevicePrograms, mesh: Mesh, states: StateIO) -> Any:
+    # It takes no batch, so nothing is checked. The gradients come from `gradients` and have the
+    # state's structure.
+    of_state = jax.tree.map(lambda x: x.sharding, states.struct)
+    return Compiled(
+        "update",
+        device.update,
+        mesh,
+        ((states.specs, device.sharding.row_spec), (states.specs, P())),
+        out_shardings=(of_state, NamedSharding(mesh, P())),
+        donate_argnums=0,
     )
