@@ -75,7 +75,7 @@ class Evaluator:
         entries = mapped(loader)
         chosen = self.chosen(params)
         for group, pipeline, terms in self._evaluated(f"evaluate{chosen.name}", entries, chosen):
-            names = pipeline.programs.loss_metrics
+            names = pipeline.programs.objective.metric_names
             num_samples = self._size * pipeline.batches.num_replicas
             num_samples //= len(self._trainer.data_shard.replicas)
             shard = self._trainer.data_shard.index
@@ -222,11 +222,8 @@ class Evaluator:
 
             pipeline, batch = self._take(call, read)
             placed = pipeline.batches.place(batch, trainer.data_shard.replicas)
-            program = (
-                pipeline.programs.measured(measure)
-                if measure
-                else pipeline.programs.evaluate_samples
-            )
+            programs = pipeline.programs
+            program = programs.measured(measure or programs.objective.measure_samples)
             what = "evaluation of samples" if measure is None else call
             values = trainer.run(what, program, placed, chosen=chosen.state)
             # Before processes exchange numbers, because the exchange is a program too.

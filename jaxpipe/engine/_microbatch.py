@@ -102,7 +102,7 @@ def compile_forward(
             state, batch, index, np.int32(num_microbatches)
         )
         total = GradientAccumulator.of_microbatch(
-            metrics, gradients, pipeline.programs.loss_metrics
+            metrics, gradients, pipeline.programs.objective.metric_names
         )
         return collections, total, metrics["loss"]
 

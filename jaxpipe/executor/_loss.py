@@ -13,6 +13,8 @@ from jaxpipe.layers import PipelineModule, check_held
 from jaxpipe.losses import over_samples
 from jaxpipe.topology import axes_length, sum_over
 
+from ._metrics import EvaluationMetrics
+
 
 class SampleTerms(NamedTuple):
     """Contributions of an evaluation's microbatches to the sums over a whole set of samples.
@@ -83,6 +85,22 @@ class Objective:
         """Compute `(LossTerms.sums, weight)` of one microbatch; the weight of a mean is 1."""
         terms = self._module.loss_terms(outputs, labels)
         return terms.sums(), jnp.float32(1) if terms.weight is None else terms.weight
+
+    def measure_replica(self, outputs: PyTree, labels: PyTree) -> tuple[jax.Array, jax.Array]:
+        """Compute `measure` as arrays with one entry for each replica."""
+        return jax.tree.map(lambda x: x[None], self.measure(outputs, labels))
+
+    def means(self, terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
+        """Compute the losses of a batch and its microbatches from all of `measure_replica`."""
+        sums, weights = (jnp.sum(x, axis=1) for x in terms)
+        loss, of_loss = self.named(jnp.sum(sums, axis=0) / loss_divisor(jnp.sum(weights)))
+        metrics: EvaluationMetrics = {
+            "loss": loss,
+            "microbatch_losses": sums[:, 0] / loss_divisor(weights),
+        }
+        if of_loss:
+            metrics["metrics"] = of_loss
+        return metrics
 
     def measure_samples(self, outputs: PyTree, labels: PyTree) -> SampleTerms:
         """Compute the sums and weights of one microbatch and of each of its samples."""

@@ -31,8 +31,8 @@ from jaxpipe.topology import broadcast_sum, sum_over
 from ._batch import DeviceBatch
 from ._buffers import select
 from ._evaluate import EvaluateLoop, Measure
-from ._loss import Objective, SampleTerms, gather_values, loss_divisor
-from ._metrics import EvaluationMetrics, GradientMetrics, Metrics, PartialMetrics, UpdateMetrics
+from ._loss import Objective, gather_values, loss_divisor
+from ._metrics import GradientMetrics, Metrics, PartialMetrics, UpdateMetrics
 from ._stage import Stage, Weights
 from ._tick_loop import Device, LossCotangents
 from ._train import TrainLoop
@@ -119,10 +119,6 @@ class DevicePrograms:
             grads = self.sharding.trained.shards.constrain(_squeeze(grads))
             return self._update(state, self._scale(state, grads))
 
-    def evaluate(self, state: TrainState, batch: Batch) -> EvaluationMetrics:
-        """Compute the loss of the batch and of each microbatch."""
-        return self._means(self._results(state, batch, self.objective.measure))
-
     def choose(self, choice: Callable[[PyTree, PyTree], PyTree], state: TrainState) -> PyTree:
         """Return parameters that replace the state's, in the same layout; see `Updater.choose`."""
         master = self._pinned(state.params)
@@ -143,41 +139,16 @@ class DevicePrograms:
 
     def measured(self, measure: Measure, state: TrainState, batch: Batch) -> PyTree:
         """Measure outputs and labels of every microbatch, with the result on every stage."""
+        # Unused, because nothing is differentiated.
+        one = LossCotangents(jnp.float32(1), jnp.float32(1))
+        device = self._device(state, self._batch(state, batch), one)
         # All stages but the last hold zeros.
-        return broadcast_sum(self._results(state, batch, measure), "stage")
+        return broadcast_sum(self._evaluate.run(device, measure), "stage")
 
-    def measure_samples(self, outputs: PyTree, labels: PyTree) -> SampleTerms:
-        """Compute sums of a microbatch and of each sample, for sets that contain padding."""
-        return self.objective.measure_samples(outputs, labels)
-
-    def predict(self, state: TrainState, batch: Batch) -> PyTree:
-        """Compute the model's outputs for every microbatch, on every stage."""
-        return self.measured(lambda outputs, _: self._returned(outputs), state, batch)
-
-    def evaluate_and_predict(
-        self, state: TrainState, batch: Batch
-    ) -> tuple[EvaluationMetrics, PyTree]:
-        """Compute losses and outputs in one run."""
-        terms, outputs = self._results(
-            state, batch, lambda y, t: (self.objective.measure(y, t), self._returned(y))
-        )
-        return self._means(terms), broadcast_sum(outputs, "stage")
-
-    def _returned(self, outputs: PyTree) -> PyTree:
+    def outputs(self, outputs: PyTree, labels: PyTree) -> PyTree:
         """Return whole outputs. A number becomes an array, with one entry for each replica."""
+        del labels
         return jax.tree.map(jnp.atleast_1d, self._whole(outputs))
-
-    def _means(self, terms: tuple[jax.Array, jax.Array]) -> EvaluationMetrics:
-        """Compute the losses of batch and microbatches from this device's sums and weights."""
-        sums, weights = sum_over(terms, ("stage", "data"))
-        loss, of_loss = self.objective.named(jnp.sum(sums, axis=0) / loss_divisor(jnp.sum(weights)))
-        metrics: EvaluationMetrics = {
-            "loss": loss,
-            "microbatch_losses": sums[:, 0] / loss_divisor(weights),
-        }
-        if of_loss:
-            metrics["metrics"] = of_loss
-        return metrics
 
     def _pinned(self, rows: Storage) -> Storage:
         """Return this device's row of parameters, sharded over automatic axes as laid out."""
@@ -189,11 +160,6 @@ class DevicePrograms:
         return self.sharding.master.shard_kind(
             jax.lax.axis_index("stage"), jax.lax.axis_index("data")
         )
-
-    def _results(self, state: TrainState, batch: Batch, measure: Measure) -> PyTree:
-        # Unused, because nothing is differentiated.
-        one = LossCotangents(jnp.float32(1), jnp.float32(1))
-        return self._evaluate.run(self._device(state, self._batch(state, batch), one), measure)
 
     def _batch(self, state: TrainState, batch: Batch, first: jax.Array | int = 0) -> DeviceBatch:
         batch = as_arrays(batch)

@@ -25,7 +25,8 @@ class Compiled(Generic[_Arguments, _Result]):
     devices of a process cannot deadlock. It is called `jaxpipe_` + `name` in profiles and in HLO.
     `check_batch` raises an error for a batch that does not fit; with it the second argument is a
     batch, which may be a plain tuple. `tracing` makes the context in which the function is traced.
-    `options` are further arguments of `jax.jit`.
+    `then` is applied to the result, whose arrays are then those of all devices. `options` are
+    further arguments of `jax.jit`.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Compiled(Generic[_Arguments, _Result]):
         *,
         check_batch: Callable[[Batch], None] | None = None,
         tracing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        then: Callable[[Any], Any] = lambda result: result,
         **options: Any,
     ) -> None:
         # With check_vma=True, a gradient through a branch on the device is silently wrong
@@ -58,7 +60,7 @@ class Compiled(Generic[_Arguments, _Result]):
                 check_batch(args[1])
             check_jit()
             with tracing():
-                return mapped(*args)
+                return then(mapped(*args))
 
         traced.__name__ = f"jaxpipe_{name}"
         self._jitted = jax.jit(traced, **options)

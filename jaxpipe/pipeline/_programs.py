@@ -17,8 +17,8 @@ from jaxpipe.executor import (
     EvaluationMetrics,
     GradientMetrics,
     Metrics,
+    Objective,
     PartialMetrics,
-    SampleTerms,
     UpdateMetrics,
 )
 from jaxpipe.state import Storage, TrainState, select_arrays
@@ -47,15 +47,15 @@ class Programs:
             `[num_microbatches, microbatch_size * replicas, ...]`, or `[num_microbatches, replicas]`
             for a number.
         evaluate_and_predict: Runs both in one program.
-        evaluate_samples: `evaluate_samples(state, batch) -> terms`, the terms that each microbatch
-            of each replica, and each single sample, add to the sums over a dataset in which some
-            samples may not count.
         measured: `measured(measure)` is a program `(state, batch) -> arrays` that evaluates a
             function of each microbatch's outputs and labels on the devices that have the outputs.
             It returns leaves `[num_microbatches, microbatch_size * replicas, ...]` on every device.
             If logits are split over the stages, the function's outputs are a
             `jaxpipe.losses.SplitLogits`. The program is cached by the function.
-        loss_metrics: Names of the metrics that `loss_fn` returns.
+        objective: The loss of a batch. `measured(objective.measure_samples)` returns the terms that
+            each microbatch of each replica, and each single sample, add to the sums over a dataset
+            in which some samples may not count. `objective.metric_names` are the names of the
+            metrics that `loss_fn` returns.
     """
 
     step: Compiled[[TrainState, BatchLike], tuple[TrainState, Metrics]]
@@ -67,9 +67,8 @@ class Programs:
     evaluate: Compiled[[TrainState, BatchLike], EvaluationMetrics]
     predict: Compiled[[TrainState, BatchLike], PyTree]
     evaluate_and_predict: Compiled[[TrainState, BatchLike], tuple[EvaluationMetrics, PyTree]]
-    evaluate_samples: Compiled[[TrainState, BatchLike], SampleTerms]
     measured: Callable[[Measure], Compiled[[TrainState, BatchLike], PyTree]]
-    loss_metrics: tuple[str, ...]
+    objective: Objective
 
 
 def make_programs(
@@ -80,19 +79,17 @@ def make_programs(
     tracing: Callable[[], AbstractContextManager[object]],
 ) -> Programs:
     """Compile the functions of each device for a mesh; each is traced in `tracing()`."""
-    rows = device.sharding.row_spec
     specs = states.specs
     of_state = jax.tree.map(lambda x: x.sharding, states.struct)
     everywhere = NamedSharding(mesh, P())
-    of_trained = select_arrays(device.sharding.trained.shards, of_state.params)
 
     def compiled(
         name: str,
         function: Callable[..., Any],
         out_specs: Any,
         out_shardings: Any,
-        donate: tuple[int, ...] = (),
         others: tuple[Any, ...] = (),
+        **options: Any,
     ) -> Any:
         # Outputs have the shardings of the inputs. Otherwise XLA may choose another sharding over
         # automatic axes.
@@ -105,46 +102,50 @@ def make_programs(
             tracing=tracing,
             in_shardings=(of_state, batches.shardings, *others),
             out_shardings=out_shardings,
-            donate_argnums=donate,
+            **options,
         )
 
-    @functools.cache
-    def measured(measure: Measure) -> Any:
+    def measured(name: str, measure: Measure, shardings: Any = everywhere, **options: Any) -> Any:
         function = functools.partial(device.measured, measure)
-        return compiled("measure", function, OVER_DATA, everywhere)
+        return compiled(name, function, OVER_DATA, shardings, **options)
 
-    of_gradients = (P(), rows, P("stage")), (everywhere, of_trained, of_state.collections)
+    objective = device.objective
     of_outputs = batches.samples_sharding
+    of_trained = select_arrays(device.sharding.trained.shards, of_state.params)
+    of_gradients = (
+        (P(), device.sharding.row_spec, P("stage")),
+        (everywhere, of_trained, of_state.collections),
+    )
+    part = everywhere, everywhere
     return Programs(
         # Donated, so that memory need not hold the old and the new state together. Gradients and
         # evaluations return no new state and do not donate.
-        step=compiled("train_step", device.step, (specs, P()), (of_state, everywhere), donate=(0,)),
-        gradients=compiled("gradients", device.gradients, *of_gradients),
-        partial_gradients=compiled(
-            "partial_gradients",
-            device.partial_gradients,
-            *of_gradients,
-            others=(everywhere, everywhere),
-        ),
-        # It takes no batch, so nothing is checked. The gradients come from `gradients` and have the
-        # state's structure.
-        update=Compiled(
-            "update",
-            device.update,
-            mesh,
-            ((specs, rows), (specs, P())),
-            out_shardings=(of_state, everywhere),
-            donate_argnums=0,
-        ),
-        evaluate=compiled("evaluate", device.evaluate, P(), everywhere),
-        predict=compiled("predict", device.predict, OVER_DATA, of_outputs),
-        evaluate_and_predict=compiled(
+        compiled("train_step", device.step, (specs, P()), (of_state, everywhere), donate_argnums=0),
+        compiled("gradients", device.gradients, *of_gradients),
+        compiled("partial_gradients", device.partial_gradients, *of_gradients, part),
+        _update(device, mesh, states),
+        measured("evaluate", objective.measure_replica, then=objective.means),
+        measured("predict", device.outputs, of_outputs),
+        measured(
             "evaluate_and_predict",
-            device.evaluate_and_predict,
-            (P(), OVER_DATA),
+            lambda y, t: (objective.measure_replica(y, t), device.outputs(y, t)),
             (everywhere, of_outputs),
+            then=lambda found: (objective.means(found[0]), found[1]),
         ),
-        evaluate_samples=measured(device.measure_samples),
-        measured=measured,
-        loss_metrics=device.objective.metric_names,
+        functools.cache(functools.partial(measured, "measure")),
+        objective,
+    )
+
+
+def _update(device: DevicePrograms, mesh: Mesh, states: StateIO) -> Any:
+    # It takes no batch, so nothing is checked. The gradients come from `gradients` and have the
+    # state's structure.
+    of_state = jax.tree.map(lambda x: x.sharding, states.struct)
+    return Compiled(
+        "update",
+        device.update,
+        mesh,
+        ((states.specs, device.sharding.row_spec), (states.specs, P())),
+        out_shardings=(of_state, NamedSharding(mesh, P())),
+        donate_argnums=0,
     )

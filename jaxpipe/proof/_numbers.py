@@ -279,7 +279,7 @@ def run_pipeline(job: Job, precision: Precision) -> dict[str, Any]:
 
 def _named_reports(pipeline: Pipeline, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reports of a pipeline by the names of the plain program's."""
-    of_loss = set(pipeline.programs.loss_metrics)
+    of_loss = set(pipeline.programs.objective.metric_names)
     found = {f"losses/{name}": x for name, x in metrics.get("losses", {}).items()}
     for name, x in metrics.get("metrics", {}).items():
         found[f"{'loss_fn' if name in of_loss else 'metrics'}/{name}"] = x

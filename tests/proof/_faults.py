@@ -363,8 +363,8 @@ MORE = [
         "linen",
         after(
             _step.DevicePrograms,
-            "evaluate_and_predict",
-            lambda found, *_: (found[0], jax.tree.map(lambda x: jnp.flip(x, 0), found[1])),
+            "outputs",
+            lambda found, *_: jax.tree.map(lambda x: jnp.flip(x, 0), found),
         ),
         "outputs/",
     ),
@@ -372,8 +372,8 @@ MORE = [
         "the loss of evaluation of one replica",
         "linen",
         after(
-            _step.DevicePrograms,
-            "_means",
+            _loss.Objective,
+            "means",
             lambda found, *_: {**found, "loss": found["microbatch_losses"][0]},
         ),
         "evaluation/",
@@ -679,7 +679,7 @@ OF_SIZES = [
     Fault(
         "a mean of evaluation that is right for powers of two",
         "linen",
-        patched(_step, "loss_divisor", lambda _: power_of_two),
+        patched(_loss, "loss_divisor", lambda _: power_of_two),
         "loss",
         only=NUMBERS,
     ),
