@@ -109,7 +109,8 @@ class Stage:
         gradients = self.gradients.structs
         self.prologue = Prologue(blueprint, self.activations, leaving, gradients, split=split)
         self.epilogue = Epilogue(blueprint, self.activations, self.gradients)
-        first, last = self.ends.first, self.ends.last
+        first = self.ends.first
+        last = self.ends.last
         self.vocab_input = VocabInput(blueprint, first, self.gradients) if first else None
         self.vocab_loss = (
             VocabLoss(blueprint, last, self.activations, self.gradients) if last else None

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,6 +29,10 @@ from ._switch import switch_stages
 from ._zero import ShardLayout
 
 Paths = Mapping[str, Path]
+"""Paths of parameters in the model's tree, by name."""
+
+OptState = dict[str, Storage]
+"""Optimiser state of one shard: a storage for each group of parameters."""
 
 
 class Updater:
@@ -54,222 +59,227 @@ class Updater:
         self._params = params
         self._optimizer = optimizer
         shards = sharding.shards
-        shard_kinds = range(shards.num_stages)
+        num_kinds = shards.num_stages
         # A trunk that is not stacked, for example because whole leaves are distributed over the
         # replicas, is updated with the other parameters.
-        self._trunk_names = tuple(name for name in params.stages[0].trunk if name in shards.stacked)
+        trunk = [name for name in params.stages[0].trunk if name in shards.stacked]
         trace = trace_optimizer(optimizer, unflatten_dict(params.trained))
-        is_apart = len(shard_kinds) > 1 or 0 < len(self._trunk_names) < len(params.trained)
+        is_apart = num_kinds > 1 or 0 < len(trunk) < len(params.trained)
         if is_apart:
             # Several programs update the model, each with part of its parameters, so none of them
             # may need the others.
             check_leafwise(trace)
-        trunks = [
-            {paths[n]: n for n in self._trunk_names if n in paths} for paths in params.trained_paths
-        ]
-        is_uniform = len(shard_kinds) == 1 or (
-            len({tuple(names.values()) for names in trunks}) == 1
-            and is_uniform_over_stages(trace, trunks)
+        by_path = [{paths[n]: n for n in trunk if n in paths} for paths in params.trained_paths]
+        is_uniform = num_kinds == 1 or (
+            len({tuple(names.values()) for names in by_path}) == 1
+            and is_uniform_over_stages(trace, by_path)
         )
-        others: dict[int, _Group] = {}
-        trunk: dict[int, _Group] = {}
-        for shard_kind in shard_kinds:
-            paths = params.trained_paths[sharding.stage_of(shard_kind)]
-            names = shards.names(shard_kind)
-            trained = {name: paths[name] for name in names if name in paths}
-            off_trunk = {
-                name: path for name, path in trained.items() if name not in self._trunk_names
-            }
-            of_trunk = {name: path for name, path in trained.items() if name not in off_trunk}
-            # Not every optimiser accepts a tree without parameters. One of the two groups is always
-            # updated, because the state may hold values that do not belong to parameters, such as a
-            # learning rate, which is read from any shard.
-            of_others = optimizer if off_trunk or not of_trunk else _NOTHING
-            others[shard_kind] = _Group(
-                shards, shard_kind, off_trunk, of_others, params.vocab_names
-            )
-            # If trunks are treated alike, the program of kind 0 updates all of them.
-            if shard_kind == 0 or not is_uniform:
-                trunk[shard_kind] = _Group(
-                    shards, shard_kind, of_trunk, optimizer if of_trunk else _NOTHING
-                )
+        trained = [
+            {name: paths[name] for name in shards.names(kind) if name in paths}
+            for kind, paths in enumerate(map(self._trained_paths, range(num_kinds)))
+        ]
+        groups = (
+            _trunk_group(optimizer, shards, trunk, trained, is_uniform=is_uniform),
+            _off_trunk_group(optimizer, shards, trunk, trained, params.vocab_names),
+        )
         if is_apart:
-            groups = (*trunk.values(), *others.values())
-            parts = [group.paths.values() for group in groups if group.optimizer is optimizer]
-            check_separable(optimizer, trace, params.trained, parts)
-        # For each kind of shard the kind whose program updates the group. The keys are part of the
-        # names of arrays in checkpoints. "own" are the parameters off the trunk.
-        self._programs = {
-            "trunk": [0] * len(shard_kinds) if is_uniform else list(shard_kinds),
-            "own": list(shard_kinds),
-        }
-        self._groups = {
-            "trunk": [trunk[shard_kind] for shard_kind in self._programs["trunk"]],
-            "own": list(others.values()),
-        }
-        self._layouts = {
-            name: Layout(
-                [group.state_leaves for group in groups],
-                specs=[group.state_specs for group in groups],
-            )
-            for name, groups in self._groups.items()
-        }
+            parts = dict.fromkeys(part for group in groups for part in group.parts)
+            used = [part.paths.values() for part in parts if part.optimizer is optimizer]
+            check_separable(optimizer, trace, params.trained, used)
+        # These names are part of the names of arrays in checkpoints.
+        self._groups = dict(zip(("trunk", "own"), groups, strict=True))
 
-    def struct(self) -> PyTree:
+    def _trained_paths(self, shard_kind: int) -> Paths:
+        return self._params.trained_paths[self._sharding.stage_of(shard_kind)]
+
+    def struct(self) -> OptState:
         """Return shapes and dtypes of one shard's optimiser state, without the first dim."""
-        return {name: layout.struct() for name, layout in self._layouts.items()}
+        return {name: group.layout.struct() for name, group in self._groups.items()}
 
-    def spec(self) -> PyTree:
+    def spec(self) -> OptState:
         """Return the sharding of the optimiser state over automatic axes."""
-        return {name: layout.spec() for name, layout in self._layouts.items()}
+        return {name: group.layout.spec() for name, group in self._groups.items()}
 
-    def constrain(self, state: PyTree) -> PyTree:
+    def constrain(self, state: OptState) -> OptState:
         """Shard an optimiser state inside a program over automatic axes, as it is between steps."""
-        return {name: layout.constrain(state[name]) for name, layout in self._layouts.items()}
+        return {name: group.layout.constrain(state[name]) for name, group in self._groups.items()}
 
     def leaves(self, shard_kind: int) -> Iterator[tuple[str, Layout, str, str, Path | None]]:
         """Yield `(group, its layout, name, label, path)` for each leaf of a shard's state."""
-        paths = self._params.trained_paths[self._sharding.stage_of(shard_kind)]
-        for group, groups in self._groups.items():
+        paths = self._trained_paths(shard_kind)
+        for key, group in self._groups.items():
             # The label is the leaf's path in the optimiser state of the whole model, and the path
             # that of its parameter, if it belongs to one.
-            for name, (label, path) in groups[shard_kind].labels(paths).items():
-                yield group, self._layouts[group], name, label, path
+            for name, (label, path) in group.parts[shard_kind].labels(paths).items():
+                yield key, group.layout, name, label, path
 
     def whole_struct(self) -> PyTree:
         """Return shapes and dtypes of the optimiser's own state for the whole model."""
         return state_struct(self._optimizer, unflatten_dict(self._params.trained))
 
-    def init(self, shard_kind: jax.Array, shard: Storage) -> PyTree:
+    def init(self, shard_kind: jax.Array, shard: Storage) -> OptState:
         """Make the optimiser state of this device's shard from its parameters."""
         return {
-            name: switch_stages(shard_kind, programs, functools.partial(self._init, name), shard)
-            for name, programs in self._programs.items()
+            name: switch_stages(shard_kind, group.programs, group.init, group.take(shard))
+            for name, group in self._groups.items()
         }
 
-    def _init(self, name: str, shard_kind: int, shard: Storage) -> Storage:
-        return self._layouts[name].pack(shard_kind, self._groups[name][shard_kind].init(shard))
-
-    def tree(self, shard_kind: int, state: PyTree) -> dict[str, PyTree]:
+    def tree(self, shard_kind: int, state: OptState) -> dict[str, PyTree]:
         """Return one shard's optimiser state for each group, in the optimiser's own structure."""
-        groups = {name: groups[shard_kind] for name, groups in self._groups.items()}
         return {
-            name: group.state(self._layouts[name].unpack(shard_kind, state[name]))
-            for name, group in groups.items()
+            name: group.parts[shard_kind].state(group.layout.unpack(shard_kind, state[name]))
+            for name, group in self._groups.items()
         }
 
-    def storage(self, shard_kind: int, trees: Mapping[str, PyTree]) -> PyTree:
+    def storage(self, shard_kind: int, trees: Mapping[str, PyTree]) -> OptState:
         """Invert `tree`."""
-        packed = {}
-        for name, tree in trees.items():
-            packed[name] = self._layouts[name].pack(
-                shard_kind, self._groups[name][shard_kind].by_name(tree)
-            )
-        return packed
+        return {
+            name: group.layout.pack(shard_kind, group.parts[shard_kind].by_name(trees[name]))
+            for name, group in self._groups.items()
+        }
 
     def update(
-        self, shard_kind: jax.Array, shard: Storage, grads: Storage, state: PyTree
-    ) -> tuple[Storage, PyTree]:
+        self, shard_kind: jax.Array, shard: Storage, grads: Storage, state: OptState
+    ) -> tuple[Storage, OptState]:
         """Return `(parameters, optimiser state)` of this device's shard after mean gradients."""
-        stacked = {}
-        packed = shard.packed
+        changed = []
         new_state = {}
-        for name, names, has_packed in self._divided(shard):
-            taken = [_take(tree, names, with_packed=has_packed) for tree in (shard, grads)]
-            function = functools.partial(self._update, name)
-            changed, new_state[name] = switch_stages(
-                shard_kind, self._programs[name], function, *taken, state[name]
-            )
-            stacked |= changed.stacked
-            packed = changed.packed if has_packed else packed
-        return Storage(packed, stacked), new_state
+        for name, group in self._groups.items():
+            given = group.take(shard), group.take(grads), state[name]
+            new, new_state[name] = switch_stages(shard_kind, group.programs, group.update, *given)
+            changed.append(new)
+        return _joined(changed), new_state
 
     def choose(
         self,
         choice: Callable[[PyTree, PyTree], PyTree],
         shard_kind: jax.Array,
         shard: Storage,
-        state: PyTree,
+        state: OptState,
     ) -> Storage:
         """Return parameters that replace this device's shard: `choice(tree, optimiser state)`."""
-        stacked = {}
-        packed = shard.packed
-        for name, names, has_packed in self._divided(shard):
-            taken = _take(shard, names, with_packed=has_packed)
-            function = functools.partial(self._choose, choice, name)
-            changed = switch_stages(shard_kind, self._programs[name], function, taken, state[name])
-            stacked |= changed.stacked
-            packed = changed.packed if has_packed else packed
-        return Storage(packed, stacked)
+        return _joined(
+            [
+                switch_stages(
+                    shard_kind,
+                    group.programs,
+                    functools.partial(group.choose, choice),
+                    group.take(shard),
+                    state[name],
+                )
+                for name, group in self._groups.items()
+            ]
+        )
 
-    def restart_average(self, shard_kind: jax.Array, shard: Storage, state: PyTree) -> PyTree:
+    def restart_average(self, shard_kind: jax.Array, shard: Storage, state: OptState) -> OptState:
         """Restart the parameter average in this device's optimiser state at the parameters."""
         return {
             name: switch_stages(
-                shard_kind,
-                self._programs[name],
-                functools.partial(self._restart_average, name),
-                _take(shard, names, with_packed=has_packed),
-                state[name],
+                shard_kind, group.programs, group.restart_average, group.take(shard), state[name]
             )
-            for name, names, has_packed in self._divided(shard)
+            for name, group in self._groups.items()
         }
 
-    def _restart_average(
-        self, name: str, shard_kind: int, params: Storage, state: Storage
-    ) -> Storage:
-        group = self._groups[name][shard_kind]
-        layout = self._layouts[name]
-        leaves = group.restart_average(params, layout.unpack(shard_kind, state))
-        return layout.pack(shard_kind, leaves)
 
-    def _divided(self, shard: Storage) -> Iterator[tuple[str, Sequence[str], bool]]:
-        """Yield each group's name, its stacked parameters, and whether it has the packed ones."""
-        off_trunk = [name for name in shard.stacked if name not in self._trunk_names]
-        yield "trunk", self._trunk_names, False
-        yield "own", off_trunk, True  # packed buffers only hold parameters off the trunk
-
-    def _update(
-        self, name: str, shard_kind: int, params: Storage, grads: Storage, state: Storage
-    ) -> tuple[Storage, Storage]:
-        group = self._groups[name][shard_kind]
-        layout = self._layouts[name]
-        changed, leaves = group.update(params, grads, layout.unpack(shard_kind, state))
-        return self._packed(shard_kind, params, changed), layout.pack(shard_kind, leaves)
-
-    def _choose(
-        self,
-        choice: Callable[[PyTree, PyTree], PyTree],
-        name: str,
-        shard_kind: int,
-        params: Storage,
-        state: Storage,
-    ) -> Storage:
-        group = self._groups[name][shard_kind]
-        layout = self._layouts[name]
-        changed = group.choose(choice, params, layout.unpack(shard_kind, state))
-        return self._packed(shard_kind, params, changed)
-
-    def _packed(
-        self, shard_kind: int, params: Storage, changed: Mapping[str, jax.Array]
-    ) -> Storage:
-        """Replace the changed parameters of a shard, given by name."""
-        shards = self._sharding.shards
-        packed = {}
-        if params.packed:
-            # If the trunk is packed, the parameters that this stage has frozen are kept.
-            still = [
-                n for n in shards.names(shard_kind) if n not in shards.stacked and n not in changed
-            ]
-            kept = {n: shards.get(shard_kind, n, params) for n in still}
-            packed = shards.pack_buffers(shard_kind, {**changed, **kept})
-        return Storage(packed, {n: changed.get(n, old) for n, old in params.stacked.items()})
+def _joined(groups: Sequence[Storage]) -> Storage:
+    packed = {name: leaf for group in groups for name, leaf in group.packed.items()}
+    return Storage(packed, {name: x for group in groups for name, x in group.stacked.items()})
 
 
 _NOTHING = optax.identity()  # for a group without parameters, if the other group has some
 
 
+def _trunk_group(
+    optimizer: optax.GradientTransformation,
+    shards: Layout,
+    trunk: Sequence[str],
+    trained: Sequence[Paths],
+    *,
+    is_uniform: bool,
+) -> "_Group":
+    # If trunks are treated alike, the program of kind 0 updates all of them.
+    programs = [0] * len(trained) if is_uniform else list(range(len(trained)))
+    parts = []
+    for kind in dict.fromkeys(programs):
+        paths = {name: path for name, path in trained[kind].items() if name in trunk}
+        parts.append(_Part(shards, kind, paths, optimizer if paths else _NOTHING))
+    return _Group(trunk, programs, [parts[kind] for kind in programs])
+
+
+def _off_trunk_group(
+    optimizer: optax.GradientTransformation,
+    shards: Layout,
+    trunk: Sequence[str],
+    trained: Sequence[Paths],
+    shared: Collection[str],
+) -> "_Group":
+    names = [name for name in shards.stacked if name not in trunk]
+    parts = []
+    for kind, every in enumerate(trained):
+        paths = {name: path for name, path in every.items() if name not in trunk}
+        # Not every optimiser accepts a tree without parameters. One of the two groups is always
+        # updated, because the state may hold values that do not belong to parameters, such as a
+        # learning rate, which is read from any shard.
+        used = optimizer if paths or not every else _NOTHING
+        parts.append(_Part(shards, kind, paths, used, shared))
+    return _Group(names, range(len(trained)), parts, has_packed=True)
+
+
+@dataclass(frozen=True)
 class _Group:
+    """Parameters that are updated together: the trunk's, or all others, in all kinds of shards.
+
+    Attributes:
+        stacked: Names of its stacked parameters.
+        programs: For each kind of shard the kind whose program updates the group.
+        parts: For each kind of shard the part whose program that is.
+        has_packed: Whether it has the packed parameters.
+    """
+
+    stacked: Sequence[str]
+    programs: Sequence[int]
+    parts: "Sequence[_Part]"
+    has_packed: bool = False
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Layout of the optimiser's state."""
+        return Layout(
+            [part.state_leaves for part in self.parts],
+            specs=[part.state_specs for part in self.parts],
+        )
+
+    def take(self, shard: Storage) -> Storage:
+        stacked = {name: shard.stacked[name] for name in self.stacked}
+        return Storage(shard.packed if self.has_packed else {}, stacked)
+
+    def init(self, shard_kind: int, params: Storage) -> Storage:
+        return self.layout.pack(shard_kind, self.parts[shard_kind].init(params))
+
+    def update(
+        self, shard_kind: int, params: Storage, grads: Storage, state: Storage
+    ) -> tuple[Storage, Storage]:
+        part = self.parts[shard_kind]
+        changed, leaves = part.update(params, grads, self.layout.unpack(shard_kind, state))
+        return part.packed(params, changed), self.layout.pack(shard_kind, leaves)
+
+    def choose(
+        self,
+        choice: Callable[[PyTree, PyTree], PyTree],
+        shard_kind: int,
+        params: Storage,
+        state: Storage,
+    ) -> Storage:
+        part = self.parts[shard_kind]
+        leaves = self.layout.unpack(shard_kind, state)
+        return part.packed(params, part.choose(choice, params, leaves))
+
+    def restart_average(self, shard_kind: int, params: Storage, state: Storage) -> Storage:
+        leaves = self.layout.unpack(shard_kind, state)
+        return self.layout.pack(shard_kind, self.parts[shard_kind].restart_average(params, leaves))
+
+
+class _Part:
     """The optimiser on some parameters of one shard, as a tree with the model's paths."""
 
     def __init__(
@@ -356,6 +366,20 @@ class _Group:
             return state
         return self.by_name(restart_average(self._tree(shard), self.state(state)))
 
+    def packed(self, params: Storage, changed: Mapping[str, jax.Array]) -> Storage:
+        """Replace the changed parameters of a shard, given by name."""
+        layout = self._layout
+        packed = {}
+        if params.packed:
+            # If the trunk is packed, the parameters that this stage has frozen are kept.
+            kept = {
+                n: layout.get(self._shard_kind, n, params)
+                for n in layout.names(self._shard_kind)
+                if n not in layout.stacked and n not in changed
+            }
+            packed = layout.pack_buffers(self._shard_kind, {**changed, **kept})
+        return Storage(packed, {n: changed.get(n, old) for n, old in params.stacked.items()})
+
     def _by_param(self, tree: PyTree) -> dict[str, jax.Array]:
         flat = flatten_dict(tree) if self.paths else {}
         return {name: flat[path] for name, path in self.paths.items()}
@@ -367,8 +391,3 @@ class _Group:
                 for name, path in self.paths.items()
             }
         )
-
-
-def _take(storage: Storage, names: Sequence[str], *, with_packed: bool) -> Storage:
-    stacked = {name: storage.stacked[name] for name in names}
-    return Storage(storage.packed if with_packed else {}, stacked)

@@ -491,8 +491,9 @@ def test_what_waits_in_host_memory_stays_on_the_device() -> None:
 )
 def test_the_trunk_of_a_pipeline(scan_trunk: bool, interval: int) -> None:
     case = Case(model="attention", stages=2, interval=interval, scan_trunk=scan_trunk, cut="trunk")
-    segment = case.pipeline().stage.trunk._program
-    split = SplitBackward(segment.residuals, segment.struct)
+    program = case.pipeline().stage.trunk._program
+    segment = program.segment
+    split = SplitBackward(program.residuals, segment.struct)
     names = names_of(segment.struct)
     assert {names[i].rpartition("/")[2] for i in split.deferred} == {"kernel"}
     assert {names[i].rpartition("/")[2] for i in split.immediate} == {"bias"}

@@ -24,7 +24,7 @@ def test_a_scan_changes_nothing(model: str, interval: int, scans: bool) -> None:
     case = Case(model=model, stages=2, interval=interval, scan_trunk=True, cut="trunk")
     pipeline, batch = case.pipeline(), case.batch()
     assert len(pipeline.stage.cuts[0].trunk) == 4
-    assert pipeline.stage.trunk._program._scan == scans
+    assert pipeline.stage.trunk._segment.is_scanned == scans
     metrics, gradients, collections = pipeline.gradients(pipeline.init(), batch)
     wanted = whole_reference(model, batch, case.microbatches, case.data)
     assert_loss(metrics["loss"], wanted.loss)

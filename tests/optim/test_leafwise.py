@@ -219,6 +219,6 @@ def test_building_calls_the_optimiser_on_the_whole_and_on_each_group() -> None:
     optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     pipeline = Case(stages=4, cut="trunk", optimizer=optimizer).pipeline()
     groups = pipeline.states._updater._groups
-    assert len(set(groups["trunk"])) == 1
-    parts = {frozenset(group.paths.values()) for each in groups.values() for group in each}
+    assert len(set(groups["trunk"].parts)) == 1
+    parts = {frozenset(part.paths.values()) for each in groups.values() for part in each.parts}
     assert len(seen) == len(jax.tree.leaves(sequential("linen")[0])) + sum(map(len, parts))

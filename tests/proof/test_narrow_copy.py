@@ -100,15 +100,14 @@ LLAMA = LlamaConfig(
 )
 GEMMA = dataclasses.replace(
     LLAMA,
-    sliding_window=4096,
-    layer_types=("sliding_attention", "full_attention") * 16,
+    pattern=LayerPattern(4096, ("sliding_attention", "full_attention") * 16),
     tie_word_embeddings=True,
 )
 DEEPSEEK = dataclasses.replace(
     LLAMA,
     num_key_value_heads=32,
     head_dim=64,
-    latent=LatentConfig(512, 128, 64, 128, q_lora_rank=1536),
+    attention=LatentConfig(512, 128, 64, 128, q_lora_rank=1536),
     experts=ExpertsConfig(64, 8, 2048, shared_size=2048, n_group=8, topk_group=4),
     num_nextn_predict_layers=1,
 )
