@@ -51,9 +51,10 @@ import jaxpipe
 from benchmarks._table import print_head, print_row
 from jaxpipe.config import PipelineConfig, TrainConfig, ZeroSection
 from jaxpipe.errors import counted as in_words
-from jaxpipe.forecast import HARDWARE, DeviceMemory, compilable_devices
+from jaxpipe.forecast import HARDWARE, DeviceMemory
 from jaxpipe.layers import VocabEmbed, VocabHead
 from jaxpipe.losses import vocab_cross_entropy
+from jaxpipe.tools import compilable_devices
 
 STAGES, PLACES, MICROBATCHES = 8, 8, 16
 STREAM = {"whole": P(), "sequence": P(None, "model", None)}

@@ -52,9 +52,9 @@ def _launch(words: list[str], prog: str) -> int:
 
 
 def _plan(words: list[str], prog: str) -> int:
-    from jaxpipe.forecast import main
+    from jaxpipe.tools import plan_command
 
-    return main(words, prog)
+    return plan_command(words, prog)
 
 
 def _prove(words: list[str], prog: str) -> int:

@@ -23,10 +23,10 @@ from jaxpipe.checkpoint import CheckpointWriter, RunState
 from jaxpipe.checkpoint.__main__ import main as checkpoint_command
 from jaxpipe.config import CSVMonitorSection, FlopsProfilerSection, TensorBoardSection, load_config
 from jaxpipe.errors import ConfigError, JaxpipeError
-from jaxpipe.forecast._cli import main as plan_command
 from jaxpipe.launch import launch
 from jaxpipe.models import LlamaConfig
 from jaxpipe.schedules import draw
+from jaxpipe.tools import plan_command
 from jaxpipe.transformer import DeepSpeedTransformerConfig
 
 REMOTE = [

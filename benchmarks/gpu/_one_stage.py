@@ -18,7 +18,7 @@ import numpy as np
 import jaxpipe
 from benchmarks.gpu_program._jobs import Job
 from jaxpipe._typing import PyTree
-from jaxpipe.forecast import Hardware, absent_devices
+from jaxpipe.forecast import Hardware
 from jaxpipe.jaxpr import (
     ClosedJaxpr,
     Literal,
@@ -32,6 +32,7 @@ from jaxpipe.jaxpr import (
 )
 from jaxpipe.jaxpr import primitives as names
 from jaxpipe.optim import LossScaler
+from jaxpipe.planner import absent_devices
 
 _EXCHANGE = "ppermute"
 _SUMS = {"psum", "psum_invariant", "pmax", "pmin", "pvary"}

@@ -24,8 +24,9 @@ from benchmarks.gpu_program._jobs import JOBS, SMOKE, Job
 from benchmarks.gpu_program._models import HEAD_DIM
 from jaxpipe.compiled import DUMP_OPTION, Module
 from jaxpipe.executor import without_cache
-from jaxpipe.forecast import HARDWARE, Hardware, compilable_devices
+from jaxpipe.forecast import HARDWARE, Hardware
 from jaxpipe.planner import named_hardware
+from jaxpipe.tools import compilable_devices
 
 from ._one_stage import OneStage
 

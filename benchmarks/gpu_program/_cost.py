@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from benchmarks._kernels import Kernels
 from jaxpipe.compiled import Instruction
-from jaxpipe.forecast import Hardware, collective_s, kernel_s
+from jaxpipe.forecast import Hardware
+from jaxpipe.planner import collective_s, kernel_s
 
 CATEGORIES = (
     "gemm",

@@ -9,10 +9,12 @@ import jax
 from jaxpipe._files import write_file
 from jaxpipe.data import Batch
 from jaxpipe.pipeline import Pipeline
-from jaxpipe.profile import Operation, format_profile, layer_profiles, memory_line, phase_times
 from jaxpipe.state import TrainState
 
 from ._compile import Reporter
+from ._layer_profiles import format_profile, layer_profiles, memory_line
+from ._phase_times import phase_times
+from ._recorded import Operation
 from ._trainer import Trainer
 
 _EVERY = 10

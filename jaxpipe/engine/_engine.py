@@ -27,7 +27,6 @@ from jaxpipe.executor import Metrics
 from jaxpipe.layers import PipelineModule
 from jaxpipe.monitor import Monitor, check_monitors
 from jaxpipe.pipeline import ChosenOptimizer, Pipeline
-from jaxpipe.profile import Operation, measured_slices, record
 from jaxpipe.schedules import Slice, timeline, trace_of
 from jaxpipe.state import TrainState
 from jaxpipe.topology import PipelineParallelGrid, mesh_shape, mesh_topology, rank_devices
@@ -44,8 +43,10 @@ from ._html import engine_html
 from ._lockstep import Lockstep
 from ._model_tree import ModelTree, merge_params
 from ._outputs import check_outputs, join_samples, split_samples
+from ._recorded import Operation, record
 from ._reports import Reports
 from ._run_log import RunLog
+from ._slices import measured_slices
 from ._source import Entry, MicrobatchSource
 from ._telemetry import Telemetry
 from ._trainer import Trainer

@@ -15,9 +15,9 @@ from jaxpipe.errors import PipelineError
 from jaxpipe.executor import Metrics
 from jaxpipe.optim import next_hyperparams
 from jaxpipe.pipeline import Hyperparams, Pipeline
-from jaxpipe.profile import model_flops, peak_flops
 
 from ._hold import hold_signals
+from ._layer_profiles import model_flops, peak_flops
 from ._trainer import Trainer
 
 RATE = "learning_rate"

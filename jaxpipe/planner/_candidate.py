@@ -22,7 +22,7 @@ from ._memory import (
     layout_bytes,
     ring_bytes,
     stacked_bytes,
-    working_bytes,
+    temporary_bytes,
 )
 from ._plan import plan_cut
 from ._roofline import bytes_s, collective_s
@@ -141,7 +141,7 @@ class Candidate:
         if self._job.module.compute_dtype is None and self._zero == 1 and not is_gathered:
             weights = 0.0  # layers compute with the master parameters themselves
         trunk = self._cuts[0].trunk
-        working = working_bytes(job.costs, trace, params, self._vocab, trunk, section)
+        temporaries = temporary_bytes(job.costs, trace, params, self._vocab, trunk, section)
         before = max((self._ring(cut.prologue) for cut in self._cuts), default=0.0)
         pending = sum(self._job.costs.layers[i].pending_bytes for i in trunk)
         is_hosted = job.config.pipeline.offload_activations
@@ -151,7 +151,7 @@ class Candidate:
             gradient_sums=layout_bytes(params.grad_layout, mesh),
             residuals=0.0 if is_hosted else program.residual_slots * (self._ring(trunk) + before),
             pending=program.depth.pending * pending,
-            temporaries=working.most + (pending if program.depth.pending else 0.0),
+            temporaries=temporaries + (pending if program.depth.pending else 0.0),
         )
 
     def _ring(self, layers: range) -> int:

@@ -77,33 +77,6 @@ def optimizer_share(
     return num_bytes(state_struct(optimizer, tree)) / max(1, num_bytes(tree))
 
 
-@dataclass(frozen=True)
-class Working:
-    """Bytes that a tick uses temporarily on a device.
-
-    Attributes:
-        residuals: Residuals of one chunk's forward, before they are written to the ring buffer.
-        off_trunk: This microbatch's gradients of parameters outside the trunk.
-        loss: The model's output, its gradient in float32, and the gradients of the layers that are
-            computed with the loss.
-        backward: Recomputed values, activations and gradients between stages, and one layer's
-            weight gradients.
-        scan: If the trunk is a scan, its weights and their gradients in one array each, and its
-            residuals while they are written to the ring buffer or read from it.
-    """
-
-    residuals: float
-    off_trunk: float
-    loss: float
-    backward: float
-    scan: float = 0.0
-
-    @property
-    def most(self) -> float:
-        """Peak bytes. The loss and the backward run one after the other, so only one counts."""
-        return self.residuals + self.off_trunk + max(self.loss, self.backward) + self.scan
-
-
 _STREAMS = 7
 """Activations and gradients between stages that exist at the same time in a tick.
 
@@ -111,15 +84,15 @@ These are received, computed and sent ones, and those of the loss.
 """
 
 
-def working_bytes(
+def temporary_bytes(
     costs: Profile,
     trace: ModelTrace,
     params: ModelParams,
     vocab: VocabLayers,
     trunk: range,
     section: PipelineConfig,
-) -> Working:
-    """Count the bytes that a tick uses temporarily."""
+) -> float:
+    """Return the most bytes that a tick uses temporarily on a device."""
     mesh = trace.mesh
     layers = costs.layers
     # Without the stacked weights: only the packed ones pass through the switch.
@@ -137,18 +110,22 @@ def working_bytes(
     # If actions gather weights themselves, the weights of one layer are whole during that time.
     largest *= 2 if section.gather_weights == "tick" else 1
     ends = sum(_gathered_bytes(trace, i) for i in vocab.layers) / slices
+    # Gradients of a backward or of the loss, in the dtype of the parameters, and a copy of them in
+    # which the results of idle stages are masked.
+    off_trunk = 2 * packed
+    # The model's output, its gradient in float32, and the gradients of the layers that are computed
+    # with the loss.
+    loss = (2 + 4) * logits / slices + ends
+    # Recomputed values, activations and gradients between stages, one layer's weight gradients.
+    backward = 2 * again + _STREAMS * stream + largest
+    # A scan has its weights and their gradients in one array each, and its residuals while they are
+    # written to the ring buffer or read from it.
     scan = 0.0
     if section.scan_trunk and len(trunk) > 1:
         scan = 2 * kept + 2 * sum(_gathered_bytes(trace, i) for i in trunk)
-    return Working(
-        residuals=kept,
-        # Gradients of a backward or of the loss, in the dtype of the parameters, and a copy of them
-        # in which the results of idle stages are masked.
-        off_trunk=2 * packed,
-        loss=(2 + 4) * logits / slices + ends,
-        backward=2 * again + _STREAMS * stream + largest,
-        scan=scan,
-    )
+    # The residuals of one chunk's forward exist before they are written to the ring buffer. The
+    # loss and the backward run one after the other, so only one of them counts.
+    return kept + off_trunk + max(loss, backward) + scan
 
 
 def ring_bytes(costs: Profile, layers: range) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxpipe._files import write_file
 from jaxpipe.distributed import simulate_devices
 from jaxpipe.errors import ConfigError, shown
-from jaxpipe.forecast import call_job, job_parser, read_places, run_command, writable_file
+from jaxpipe.tools import call_job, job_parser, read_places, run_command, writable_file
 
 from ._peer import prove_peer
 from ._proof import Claim, Proof

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxpipe.distributed import init_distributed
-from jaxpipe.forecast import read_places
+from jaxpipe.tools import read_places
 
 from ._optimizing import optimizing
 from ._processes import steps_of

@@ -7,8 +7,9 @@ import optax
 
 from jaxpipe._typing import PyTree
 from jaxpipe.config import TrainConfig
-from jaxpipe.forecast import Hardware, plan
 from jaxpipe.layers import PipelineModule
+from jaxpipe.planner import Hardware
+from jaxpipe.tools import plan
 
 from ._optimizing import optimizing
 from ._proof import Finding

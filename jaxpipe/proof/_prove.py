@@ -12,9 +12,10 @@ from jaxpipe._mesh import off_mesh
 from jaxpipe._typing import PyTree
 from jaxpipe.config import load_config
 from jaxpipe.errors import ConfigError
-from jaxpipe.forecast import Hardware, plan, read_hardware, read_job
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ConfigLike
+from jaxpipe.planner import Hardware, read_hardware
+from jaxpipe.tools import plan, read_job
 
 from ._bound import Difference
 from ._claims import NotCovered, judged, run_claims

@@ -16,9 +16,9 @@ from _small import build, entries, entry, mean_square, module
 from test_profiles import model
 
 import jaxpipe
+from jaxpipe.engine._layer_profiles import layer_profiles, model_flops, peak_flops
 from jaxpipe.errors import CheckpointError
 from jaxpipe.monitor import Event
-from jaxpipe.profile import layer_profiles, model_flops, peak_flops
 from jaxpipe.schedules import draw
 
 PROFILE = {"enabled": True, "profile_step": 2, "top_modules": 2}

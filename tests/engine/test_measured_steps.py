@@ -17,8 +17,9 @@ from _small import build, entries, entry, module
 from test_profiles import model
 
 from jaxpipe import LayerSpec
+from jaxpipe.engine._phase_times import phase_times
+from jaxpipe.engine._recorded import Operation
 from jaxpipe.errors import PipelineError
-from jaxpipe.profile import Operation, phase_times
 from jaxpipe.schedules import bubble_fraction, timeline
 
 SLEEP_S = 0.2

@@ -30,7 +30,7 @@ from jaxpipe.executor import (
     waits_in_branches,
     without_cache,
 )
-from jaxpipe.forecast._devices import AbsentDevice
+from jaxpipe.planner import AbsentDevice
 from jaxpipe.topology import make_pipeline_mesh
 
 Computing = Callable[[jax.Array], jax.Array]

@@ -10,10 +10,9 @@ import optax
 from jaxpipe import PipeDataParallelTopology, PipelineModule
 from jaxpipe.config import load_config
 from jaxpipe.executor import Plan
-from jaxpipe.forecast._devices import absent_devices
 from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.pipeline import configure_model, trace_model
-from jaxpipe.planner import HARDWARE, make_plan
+from jaxpipe.planner import HARDWARE, absent_devices, make_plan
 from jaxpipe.topology import make_pipeline_mesh
 
 WIDTH, ROWS = 64, 512

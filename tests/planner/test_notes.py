@@ -15,8 +15,8 @@ from jaxpipe import LayerSpec, PipelineModule, describe_pipeline
 from jaxpipe.config import PipelineConfig
 from jaxpipe.errors import ConfigError
 from jaxpipe.forecast import HARDWARE
-from jaxpipe.forecast._devices import absent_devices
 from jaxpipe.losses import vocab_cross_entropy
+from jaxpipe.planner import absent_devices
 from jaxpipe.planner._plan import lower_training
 from jaxpipe.schedules import resolve_schedule
 from jaxpipe.state import VocabLayers

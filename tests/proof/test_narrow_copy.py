@@ -22,6 +22,7 @@ from jaxpipe.models import (
     ExpertsConfig,
     GPT2Config,
     LatentConfig,
+    LayerPattern,
     LlamaConfig,
     bert,
     gpt2,

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.forecast import HARDWARE
-from jaxpipe.forecast._devices import absent_devices
+from jaxpipe.planner import absent_devices
 from jaxpipe.topology import broadcast_sum, scatter_sum, sum_over
 
 PLACES = 2

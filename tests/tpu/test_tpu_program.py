@@ -11,8 +11,9 @@ import pytest
 
 import jaxpipe
 from jaxpipe.executor import without_cache
-from jaxpipe.forecast import HARDWARE, compilable_devices
+from jaxpipe.forecast import HARDWARE
 from jaxpipe.models import LlamaConfig, llama
+from jaxpipe.tools import compilable_devices
 
 pytestmark = [
     pytest.mark.tpu_aot,

@@ -964,10 +964,8 @@ def test_what_is_compiled_is_the_candidate_that_is_shown(monkeypatch: pytest.Mon
         built.append(build())
         return CompiledStep(label, 1, 1, 2, counted_bytes, 1.0, StepReading(0, (), (), ()))
 
-    monkeypatch.setattr("jaxpipe.forecast._request.compile_step", compiled)
-    monkeypatch.setattr(
-        "jaxpipe.forecast._request.compilable_devices", lambda *_: jax.devices()[:4]
-    )
+    monkeypatch.setattr("jaxpipe.tools._request.compile_step", compiled)
+    monkeypatch.setattr("jaxpipe.tools._request.compilable_devices", lambda *_: jax.devices()[:4])
     settings = config(
         gradient_accumulation_steps=8,
         pipeline={"split_vocabulary": True, "max_pending_weights": 2, "schedule": "auto"},

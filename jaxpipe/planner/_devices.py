@@ -6,7 +6,7 @@ They have enough attributes for a mesh on which models are traced and nothing ru
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpipe.planner import Hardware
+from ._hardware import Hardware
 
 
 @dataclass(frozen=True)

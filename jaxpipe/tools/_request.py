@@ -22,6 +22,7 @@ from jaxpipe.planner import (
     Forecast,
     Hardware,
     Job,
+    absent_devices,
     candidates,
     ranked,
     usable_bytes,
@@ -37,7 +38,6 @@ from jaxpipe.topology import (
 )
 
 from ._compile import CompiledStep, compilable_devices, compile_step
-from ._devices import absent_devices
 
 
 class Prepared(NamedTuple):

@@ -1,0 +1,22 @@
+"""Forecast the memory and step time of a training job without its devices."""
+
+import sys
+
+from jaxpipe.planner import ASSUMED, HARDWARE, DeviceMemory, Forecast, Hardware, StageForecast
+from jaxpipe.tools import Alternative, CompiledStep, StepPlan, plan, plan_command
+
+__all__ = [
+    "ASSUMED",
+    "HARDWARE",
+    "Alternative",
+    "CompiledStep",
+    "DeviceMemory",
+    "Forecast",
+    "Hardware",
+    "StageForecast",
+    "StepPlan",
+    "plan",
+]
+
+if __name__ == "__main__":
+    sys.exit(plan_command())
