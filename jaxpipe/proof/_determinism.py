@@ -1,6 +1,6 @@
 """The same bits twice, and others with another seed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,16 +10,17 @@ from jaxpipe.pipeline import Pipeline
 
 from ._job import OWN, Job, named
 from ._proof import Finding
-from ._trained import first_step
 
 
-def determinism_findings(job: Job) -> Iterator[Any]:
-    """Run a step in a pipeline and in an engine, which makes its own, and one with another seed."""
+def determinism_findings(job: Job, second: Mapping[str, Any]) -> Iterator[Any]:
+    """Run a step in a pipeline, and one with another seed.
+
+    `second` are the results of an engine's first step, by name.
+    """
     pipeline = job.pipeline(OWN)
     seed = job.module.base_seed
     first = _step(job, pipeline, seed)
     # The engine compiles its own pipeline, so that compilation is part of what is repeated.
-    second = first_step(job).results
     for name, value in first.items():
         if not np.array_equal(value, second[name], equal_nan=True):
             yield Finding(name, "two runs of the same step give different bits.")

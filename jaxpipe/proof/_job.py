@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,63 +57,92 @@ DOUBLE = Precision("float64", "float64")
 OWN = Precision("the job's dtypes", None)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """A model, its configuration and its data, at the sizes of the proof."""
+    """A model, its configuration and its data, at the sizes of the proof.
 
-    def __init__(
-        self,
+    What its methods make of them is made once, because compiling takes most of a proof's time.
+    """
+
+    module: PipelineModule
+    config: TrainConfig
+    example: Batch
+    mesh: jax.sharding.Mesh
+    topology: ProcessTopology
+    # The user's optimiser, if it is not the configuration's, and the one that is used.
+    given_optimizer: optax.GradientTransformation | None
+    transformation: optax.GradientTransformation
+    # Samples of a data replica.
+    microbatch_size: int
+    num_microbatches: int
+    _made: dict[tuple[str, Precision], Any] = dataclasses.field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(
+        cls,
         model: PipelineModule,
         config: ConfigLike,
         example_batch: Sequence[PyTree],
         optimizer: optax.GradientTransformation | None,
         places: Mapping[str, int],
-    ) -> None:
+    ) -> "Job":
+        """Put a model on simulated devices."""
         errors = Collector()
         config = load_config(config, errors)
         model = on_simulated(model, config, places)
-        self.topology = topology_of(model)
-        axes = axes_of(self.topology)
-        self.config = _sized(config, axes["data"])
-        self.num_devices = math.prod(axes.values())
-        if self.num_devices > jax.device_count():
+        topology = topology_of(model)
+        axes = axes_of(topology)
+        config = _sized(config, axes["data"])
+        num_devices = math.prod(axes.values())
+        if num_devices > jax.device_count():
             raise TopologyError(
                 f"a proof must have a simulated device for each of {axes}, but got "
                 f"{jax.device_count()} devices. Call jax.config.update('jax_num_cpu_devices', "
-                f"{self.num_devices}) before anything else uses JAX, or run jaxpipe prove."
+                f"{num_devices}) before anything else uses JAX, or run jaxpipe prove."
             )
-        mesh = make_pipeline_mesh(self.topology, jax.devices()[: self.num_devices])
-        prepared = prepare(model, self.config, optimizer, None, mesh, errors)
-        self.module = prepared.model
-        self.mesh = prepared.mesh
+        mesh = make_pipeline_mesh(topology, jax.devices()[:num_devices])
+        prepared = prepare(model, config, optimizer, None, mesh, errors)
         if prepared.chosen.transformation is None:
             raise ConfigError(
                 "a proof must have an optimizer, but got optimizer=None and a configuration "
                 "without the section optimizer. Pass for example optax.adamw(3e-4)."
             )
-        self.transformation = prepared.chosen.transformation
-        self.microbatch_size = prepared.sizes.train_micro_batch_size_per_gpu
-        self.num_microbatches = _microbatches(
-            model.num_stages, prepared.sizes.gradient_accumulation_steps
+        steps = prepared.sizes.gradient_accumulation_steps
+        return cls(
+            prepared.model,
+            config,
+            split_entry(example_batch, "the example batch"),
+            prepared.mesh,
+            topology,
+            optimizer,
+            prepared.chosen.transformation,
+            prepared.sizes.train_micro_batch_size_per_gpu,
+            _microbatches(model.num_stages, steps),
         )
-        running = running_mesh(self.mesh, self.config).shape
-        # Devices along `fsdp` compute one microbatch together.
-        self.num_replicas = running["data"]
-        self.num_samples = self.microbatch_size * self.num_replicas * running.get(FSDP, 1)
-        # Gradients are also added up over `fsdp`.
-        self.num_terms = self.num_microbatches * self.num_samples // self.microbatch_size
-        self._pipelines: dict[str, Pipeline] = {}
-        self._plains: dict[str, Plain] = {}
-        self._starts: dict[str, Start] = {}
-        self.wanted: dict[str, Any] = {}
-        """Results of the plain program by precision, which several claims compare with."""
-        # 0: not searched yet.
-        self._loss_scale = 0.0
-        self.not_double = ""
-        """Why layers do not compute in float64, if `finest` found that they do not."""
-        self.given_optimizer = optimizer
-        self.first_step: Any = None
-        """An engine after one step, from which several claims go on."""
-        self._example = split_entry(example_batch, "the example batch")
+
+    @functools.cached_property
+    def _running(self) -> Mapping[str, int]:
+        return running_mesh(self.mesh, self.config).shape
+
+    @property
+    def num_devices(self) -> int:
+        """Simulated devices of the whole mesh."""
+        return self.mesh.size
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas. Devices along `fsdp` compute one microbatch together."""
+        return self._running["data"]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a microbatch on all replicas."""
+        return self.microbatch_size * self.num_replicas * self._running.get(FSDP, 1)
+
+    @property
+    def num_terms(self) -> int:
+        """Terms of a sum of gradients, which are also added up over `fsdp`."""
+        return self.num_microbatches * self.num_samples // self.microbatch_size
 
     @property
     def checksum(self) -> str:
@@ -126,7 +155,7 @@ class Job:
     @property
     def has_one_sample(self) -> bool:
         """Whether all microbatches are drawn from the values of a single sample."""
-        leaves = jax.tree.leaves(self._example)
+        leaves = jax.tree.leaves(self.example)
         return not any(isinstance(x, jax.ShapeDtypeStruct) or len(x) > 1 for x in leaves)
 
     def batch(self, seed: int) -> Batch:
@@ -136,7 +165,7 @@ class Job:
         return Batch(
             *(
                 jax.tree.map(lambda x, mixes=mixes: self._drawn(x, rng, rows, mixes=mixes), part)
-                for part, mixes in zip(self._example, (True, True, False), strict=True)
+                for part, mixes in zip(self.example, (True, True, False), strict=True)
             )
         )
 
@@ -175,16 +204,27 @@ class Job:
         return dataclasses.replace(self.config, **off, data_types=types)
 
     @functools.cached_property
-    def finest(self) -> Precision:
-        """float64, or the job's dtypes if its layers do not compute in float64."""
+    def not_double(self) -> str:
+        """Why layers do not compute in float64. Empty if they do."""
         self.pipeline(OWN)  # raises for what is wrong in any dtype
         try:
             with DOUBLE.enabled():
                 self.pipeline(DOUBLE)
         except JaxpipeError as error:
-            self.not_double = str(error)
-            return OWN
-        return DOUBLE
+            return str(error)
+        return ""
+
+    @property
+    def finest(self) -> Precision:
+        """float64, or the job's dtypes if its layers do not compute in float64."""
+        return OWN if self.not_double else DOUBLE
+
+    def _once(self, what: str, precision: Precision, make: Callable[[Precision], Any]) -> Any:
+        """Make something for a precision, unless it has been made."""
+        key = what, precision
+        if key not in self._made:
+            self._made[key] = make(precision)
+        return self._made[key]
 
     def module_in(self, precision: Precision) -> PipelineModule:
         """Return the module for a precision."""
@@ -199,68 +239,63 @@ class Job:
         batch = self.batch(seed)
         return jax.tree.map(as_double, batch) if precision.is_double else batch
 
-    def pipeline(
-        self,
-        precision: Precision,
-        *,
-        module: PipelineModule | None = None,
-        example: Batch | None = None,
-    ) -> Pipeline:
-        """Build the pipeline, of another module or for another example if they are given."""
-        is_own = module is None and example is None
-        if is_own and precision.name in self._pipelines:
-            return self._pipelines[precision.name]
+    def pipeline(self, precision: Precision) -> Pipeline:
+        """Return the job's pipeline."""
+        return self._once("pipeline", precision, self._pipeline)
+
+    def _pipeline(self, precision: Precision) -> Pipeline:
+        entry = jax.tree.map(lambda x: x[0], self.batch_in(precision, 0))
+        return self.pipeline_of(self.module_in(precision), entry, precision)
+
+    def pipeline_of(self, module: PipelineModule, example: Batch, precision: Precision) -> Pipeline:
+        """Build the pipeline of a module, which may be another than the job's."""
+        config = self.config_in(precision)
+        parts = None
         # What "auto" leaves open is decided once, in the job's dtypes, so that all claims are about
         # the same schedule, cut and split of the vocabulary.
-        is_first = is_own and not precision.is_double
-        first = None if is_first else self.pipeline(OWN)
-        config = self.config_in(precision)
-        if first is not None:
+        if module is not self.module:
+            first = self.pipeline(OWN)
             config = dataclasses.replace(config, pipeline=first.plan.config.pipeline)
-        entry = self.batch_in(precision, 0)
-        entry = jax.tree.map(lambda x: x[0], entry) if example is None else example
-        pipeline = Pipeline(
-            self.module_in(precision) if module is None else module,
+            parts = first.plan.parts
+        return Pipeline(
+            module,
             self.transformation,
             self.mesh,
-            entry,
+            example,
             self.num_microbatches,
             config,
             settings_for(config, self.mesh),
-            None if first is None else first.plan.parts,
+            parts,
         )
-        if is_own:
-            self._pipelines[precision.name] = pipeline
-        return pipeline
 
     def plain(self, precision: Precision) -> Plain:
-        """Return the plain program. It is made once for each precision."""
-        if precision.name not in self._plains:
-            dtype = None if precision.is_double else self.config.data_types.grad_accum_dtype
-            module = self.module_in(precision)
-            self._plains[precision.name] = Plain(module, self.num_replicas, dtype)
-        return self._plains[precision.name]
+        """Return the plain program."""
+        return self._once("plain", precision, self._plain)
+
+    def _plain(self, precision: Precision) -> Plain:
+        dtype = None if precision.is_double else self.config.data_types.grad_accum_dtype
+        return Plain(self.module_in(precision), self.num_replicas, dtype)
 
     def loss_scale(self, precision: Precision) -> float | None:
         """Return the loss scale. None: the job or the precision has none."""
-        fp16 = self.config.fp16
-        if precision.is_double or not fp16.enabled:
+        if precision.is_double or not self.config.fp16.enabled:
             return None
-        if not self._loss_scale:
-            self._loss_scale = fp16.loss_scale or 2.0**fp16.initial_scale_power
-            # As training finds a dynamic scale: halved until no gradient overflows.
-            while not self._is_finite(precision, self._loss_scale):
-                if fp16.loss_scale or self._loss_scale < 2 * fp16.min_loss_scale:
-                    raise ConfigError(
-                        "fp16.loss_scale must leave gradients finite, but the plain program's "
-                        f"overflow at {self._loss_scale:g}. Lower fp16.loss_scale or "
-                        "fp16.min_loss_scale, or use bf16."
-                    )
-                self._loss_scale /= 2
-            if not fp16.loss_scale:
-                # Twice more, because gradients were those of the first parameters, which move.
-                self._loss_scale = max(self._loss_scale / 4, fp16.min_loss_scale)
-        return self._loss_scale
+        return self._once("loss scale", precision, self._loss_scale)
+
+    def _loss_scale(self, precision: Precision) -> float:
+        fp16 = self.config.fp16
+        scale = fp16.loss_scale or 2.0**fp16.initial_scale_power
+        # As training finds a dynamic scale: halved until no gradient overflows.
+        while not self._is_finite(precision, scale):
+            if fp16.loss_scale or scale < 2 * fp16.min_loss_scale:
+                raise ConfigError(
+                    "fp16.loss_scale must leave gradients finite, but the plain program's "
+                    f"overflow at {scale:g}. Lower fp16.loss_scale or fp16.min_loss_scale, or "
+                    "use bf16."
+                )
+            scale /= 2
+        # Twice more, because gradients were those of the first parameters, which move.
+        return fp16.loss_scale or max(scale / 4, fp16.min_loss_scale)
 
     def _is_finite(self, precision: Precision, scale: float) -> bool:
         plain = self.plain(precision)
@@ -294,10 +329,8 @@ class Job:
         return [*steps, *overflows, scale]
 
     def start(self, precision: Precision) -> Start:
-        """Make the parameters and collections that both programs start from, once a precision."""
-        if precision.name not in self._starts:
-            self._starts[precision.name] = self._start(precision)
-        return self._starts[precision.name]
+        """Return the parameters and collections that both programs start from."""
+        return self._once("start", precision, self._start)
 
     def _start(self, precision: Precision) -> Start:
         module = self.module_in(precision)

@@ -47,31 +47,28 @@ class Wanted(NamedTuple):
 
 
 def wanted_of(job: Job, precision: Precision) -> Wanted:
-    """Return what the plain program gives. It runs once for each job and precision."""
-    if precision.name not in job.wanted:
-        with precision.enabled():
-            start = job.start(precision)
-            plain = run_plain(job, precision, start)
-            moved = [
-                run_plain(job, precision, start, shake).values
-                for shake in shakes_of(job, job.pipeline(precision))
-            ]
-            limits = bounds(
-                plain.values,
-                moved,
-                arithmetic_in(job.pipeline(precision)),
-                job.num_terms,
-                sizes=plain.sizes,
-                stored=plain.stored,
-            )
-            limits |= {name: 0.0 for name in limits if name.startswith(f"{_EXACT}/")}
-        job.wanted[precision.name] = Wanted(plain.values, limits)
-    return job.wanted[precision.name]
+    """Run the plain program, once as it is and with additional roundings."""
+    with precision.enabled():
+        start = job.start(precision)
+        plain = run_plain(job, precision, start)
+        moved = [
+            run_plain(job, precision, start, shake).values
+            for shake in shakes_of(job, job.pipeline(precision))
+        ]
+        limits = bounds(
+            plain.values,
+            moved,
+            arithmetic_in(job.pipeline(precision)),
+            job.num_terms,
+            sizes=plain.sizes,
+            stored=plain.stored,
+        )
+        limits |= {name: 0.0 for name in limits if name.startswith(f"{_EXACT}/")}
+    return Wanted(plain.values, limits)
 
 
-def compare(job: Job, precision: Precision) -> list[Difference]:
+def compare(job: Job, precision: Precision, wanted: Wanted) -> list[Difference]:
     """Compare all results of the two programs."""
-    wanted = wanted_of(job, precision)
     with precision.enabled():
         found = run_pipeline(job, precision)
     return differences_of(wanted.values, found, wanted.limits)
@@ -110,7 +107,7 @@ def compare_gradients(
 
     example = jax.tree.map(lambda x: x[0], with_shares(np.ones(job.num_microbatches)))
     start = job.start(precision)
-    pipeline = job.pipeline(precision, module=module, example=example)
+    pipeline = job.pipeline_of(module, example, precision)
     state = pipeline.states.init_from(start.params, start.collections)
     trained = job.optimizer.trained
     program = Plain(module, job.num_replicas)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,16 @@ import numpy as np
 
 from ._bound import differences_of
 from ._claims import NotCovered, judged
-from ._job import Job, as_double
-from ._numbers import run_steps, wanted_of
+from ._job import Job, Precision, as_double
+from ._numbers import Wanted, run_steps
 from ._proof import Finding
 
 _TIME_LIMIT_S = 600.0
 
 
-def process_findings(job: Job, command: Sequence[str] | None) -> Iterator[Any]:
+def process_findings(
+    job: Job, wanted_in: Callable[[Precision], Wanted], command: Sequence[str] | None
+) -> Iterator[Any]:
     """Run the same steps in two processes, or three if devices are not shared out to two.
 
     Each makes the job from the arguments `command` of `_member.main`. None: they are not known.
@@ -41,7 +43,7 @@ def process_findings(job: Job, command: Sequence[str] | None) -> Iterator[Any]:
             return
         with np.load(to) as arrays:
             found = {name: arrays[name] for name in arrays.files}
-    values, limits = wanted_of(job, job.finest)
+    values, limits = wanted_in(job.finest)
     # What `steps_of` gives: processes do not run the other results.
     kinds = ("loss", "scale", "update", "average", "collection")
     wanted = {name: x for name, x in values.items() if name.partition("/")[0] in kinds}

@@ -1,6 +1,7 @@
 """`prove`: check a job's pipeline against its plain program, on simulated devices."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,13 +26,21 @@ from ._job import OWN, Job, Precision, check_example, on_simulated
 from ._layers import Fault, layer_findings
 from ._locate import Located, locate
 from ._narrow import narrowed
-from ._numbers import compare, compare_ragged, layers_below_double, nan_stays
+from ._numbers import (
+    Wanted,
+    compare,
+    compare_ragged,
+    layers_below_double,
+    nan_stays,
+    wanted_of,
+)
 from ._optimizing import optimizing
 from ._processes import process_findings
 from ._program import program_findings
 from ._proof import Claim, Finding, Proof, versions
 from ._schedule import SymbolicRun, require_in_flight
 from ._state import state_findings
+from ._trained import first_step
 
 
 def prove(  # noqa: PLR0913  # one argument for each choice
@@ -191,12 +200,14 @@ def made_job(
     check_example(example_batch)
     model = on_simulated(model, config, places or {})
     if as_is:
-        return Made(Job(model, config, example_batch, optimizer, places or {}), {}, is_small=False)
+        return Made(
+            Job.of(model, config, example_batch, optimizer, places or {}), {}, is_small=False
+        )
     narrow = narrowed(model, example_batch, config.pipeline)
     sizes = "small sizes, " if narrow.has_small_sizes else ""
     why = f" ({narrow.why})" if narrow.why else ""
     text = f"{sizes}{len(narrow.model.layers)} of {len(model.layers)} layers{why}"
-    job = Job(narrow.model, config, narrow.example, optimizer, places or {})
+    job = Job.of(narrow.model, config, narrow.example, optimizer, places or {})
     return Made(job, {"narrowed": text}, is_small=narrow.is_small)
 
 
@@ -216,6 +227,9 @@ def _checks(
     job: Job, program: Callable[[], Iterator[Any]], command: Sequence[str] | None
 ) -> dict[str, tuple[str, Callable[[], Iterator[Any]]]]:
     """Return the claims by name: the statement, and a function that yields findings and figures."""
+    # Several claims compare with the same results, or go on from the same step.
+    wanted_in = functools.cache(lambda precision: wanted_of(job, precision))
+    first = functools.cache(lambda: first_step(job))
     same = "Loss, gradients, updates, outputs and collections are those of the plain program"
     return {
         "layers": ("Layers and loss are what a pipeline needs.", lambda: _layers(job)),
@@ -223,7 +237,7 @@ def _checks(
             "Each value is written once, read after it is written, and received where it is sent.",
             lambda: _schedule(job),
         ),
-        "numbers": (f"{same}, in float64.", lambda: _finest_numbers(job)),
+        "numbers": (f"{same}, in float64.", lambda: _finest_numbers(job, wanted_in)),
         "weights": (
             "Gradients are weighted means where microbatches have different weights.",
             lambda: _ragged(job),
@@ -236,18 +250,18 @@ def _checks(
             "The loss of a dataset is the mean over its samples, whatever their number.",
             lambda: dataset_findings(job),
         ),
-        "dtypes": (f"{same}, in the job's dtypes.", lambda: _numbers(job, OWN)),
+        "dtypes": (f"{same}, in the job's dtypes.", lambda: _numbers(job, OWN, wanted_in(OWN))),
         "determinism": (
             "Two runs give the same bits, and another seed gives others.",
-            lambda: determinism_findings(job),
+            lambda: determinism_findings(job, first().results),
         ),
         "state": (
             "A checkpoint opens with other numbers of stages, and training goes on.",
-            lambda: state_findings(job),
+            lambda: state_findings(job, first().engine),
         ),
         "processes": (
             "Steps in several processes are those of the plain program.",
-            lambda: process_findings(job, command),
+            lambda: process_findings(job, wanted_in, command),
         ),
         "program": (
             "Compiled for the hardware, the step fits, and all stages reach its collectives.",
@@ -270,17 +284,17 @@ def _schedule(job: Job) -> Iterator[Any]:
     yield {"ticks": program.num_ticks, "in flight": program.peak_in_flight}
 
 
-def _finest_numbers(job: Job) -> Iterator[Any]:
+def _finest_numbers(job: Job, wanted_in: Callable[[Precision], Wanted]) -> Iterator[Any]:
     if not job.finest.is_double:
         yield NotCovered(f"layers do not compute in float64: {job.not_double}")
         return
     if names := layers_below_double(job):
         # Bounds are those of the narrowest dtype.
         yield {"narrower than float64": ", ".join(names)}
-    yield from _numbers(job, job.finest)
+    yield from _numbers(job, job.finest, wanted_in(job.finest))
 
 
-def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
+def _numbers(job: Job, precision: Precision, wanted: Wanted) -> Iterator[Any]:
     def findings(wrong: list[Difference]) -> Iterator[Finding]:
         located = locate(job, precision, wrong)
         for each in wrong:
@@ -289,7 +303,9 @@ def _numbers(job: Job, precision: Precision) -> Iterator[Any]:
             yield Finding(where, _sentence(what, located))
 
     # Half precision and an optimiser that divides small numbers allow much.
-    return judged(compare(job, precision), findings, loose=0.1 if precision.is_double else 1.0)
+    return judged(
+        compare(job, precision, wanted), findings, loose=0.1 if precision.is_double else 1.0
+    )
 
 
 def _ragged(job: Job) -> Iterator[Any]:

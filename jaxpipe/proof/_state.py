@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpipe._typing import PyTree
 from jaxpipe.checkpoint import export_safetensors, load_params
+from jaxpipe.engine import PipelineEngine
 from jaxpipe.jaxpr import arithmetic_of
 from jaxpipe.layers import flatten_dict
 from jaxpipe.weights import load_safetensors
@@ -19,15 +20,17 @@ from ._claims import NotCovered
 from ._job import OWN, Job
 from ._narrow import fewer_stages
 from ._proof import Finding
-from ._trained import entries, first_step, made_engine
+from ._trained import entries, made_engine
 
 _DEVIATIONS = 8.0
 
 
-def state_findings(job: Job) -> Iterator[Any]:
-    """Save after two steps, export, open at other numbers of stages, and compare everything."""
+def state_findings(job: Job, saved: PipelineEngine) -> Iterator[Any]:
+    """Save an engine after two steps, export, open at other numbers of stages, and compare.
+
+    `saved` has made the first step.
+    """
     with tempfile.TemporaryDirectory(prefix="jaxpipe-prove-") as folder:
-        saved = first_step(job).engine
         saved.train_batch(entries(job.batch_in(OWN, 1)))
         saved.save_checkpoint(Path(folder))
         wanted = _everything(saved)
