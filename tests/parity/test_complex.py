@@ -147,12 +147,13 @@ def test_complex_numbers_inside_layers(schedule: str, interval: int, scan_trunk:
 
 
 def test_the_gradient_of_a_complex_matrix_waits_for_the_second_half() -> None:
-    segment = pipeline_of(
+    program = pipeline_of(
         module_of("complex", partition_method=[0, 3, 6]), "zero-bubble"
     ).stage.trunk._program
-    split = segment.split
+    split = program.split
     assert split is not None
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(segment.struct)]
+    paths = jax.tree.leaves_with_path(program.segment.struct)
+    names = [jax.tree_util.keystr(path) for path, _ in paths]
     assert {"kernel" in names[i] for i in split.deferred} == {True}
     assert {x.dtype.name for x in split.pending} == {"complex64"}
 
