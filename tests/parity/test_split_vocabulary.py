@@ -150,10 +150,8 @@ def test_gradients_and_steps_are_those_of_one_device(
 
     state = pipeline.init()
     assert_close(pipeline.params_tree(state.params), first)
-    assert {
-        pipeline.stage.params.struct[path].shape[dim]
-        for path, dim in pipeline.stage.params.stage_dims.items()
-    } == {ROWS // stages}
+    rows = [row for row in pipeline.stage.params.table[0].values() if row.stage_dim is not None]
+    assert {row.master.shape[row.stage_dim] for row in rows} == {ROWS // stages}
     loss, grads = jax.value_and_grad(objective)(params, *make_batch()[:2])
     metrics, storage, _ = pipeline.gradients(state, make_batch())
     assert_loss(metrics["loss"], loss)
@@ -307,7 +305,8 @@ def test_a_loss_is_needed() -> None:
 
 def test_one_stage_has_nothing_to_split() -> None:
     pipeline = make_pipeline("untied", 1, 2, {}, True)
-    assert not pipeline.stage.params.stage_dims
+    rows = [row for stage in pipeline.stage.params.table for row in stage.values()]
+    assert {row.stage_dim for row in rows} == {None}
 
 
 @pytest.mark.slow
