@@ -216,11 +216,9 @@ class SequentialModel:
             views = [layer_view(named, params) for named in self.layers]
             by_layer = [collections.get(named.name, {}) for named in self.layers]
 
-            def run(views: Sequence[PyTree], *args: PyTree) -> tuple[PyTree, Extras]:
-                inputs, extra_inputs, by_layer = args
-                return self.run_layers(range(len(self.layers)), views, train=train)(
-                    inputs, key, extra_inputs, by_layer
-                )
+            def run(views: Sequence[PyTree], inputs: PyTree, *rest: Any) -> tuple[PyTree, Extras]:
+                runner = self.run_layers(range(len(self.layers)), views, train=train)
+                return runner(inputs, key, *rest)
 
             outputs, extras = call_on_one(
                 self.automatic_axes, run, views, inputs, extra_inputs, by_layer

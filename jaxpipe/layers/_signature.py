@@ -74,15 +74,8 @@ def layer_signature(named: NamedLayer, trace: ModelTrace, compute_dtype: Any = N
     )
     # For the partitioner, programs with equal traces differ if their weights are sharded
     # differently. For the optimiser they differ by their marks.
-    dims = tuple(
-        frozenset(each[named.index].items())
-        for each in (
-            trace.param_specs,
-            trace.collection_specs,
-            trace.stage_dims,
-            trace.param_marks,
-        )
-    )
+    metadata = (trace.param_specs, trace.collection_specs, trace.stage_dims, trace.param_marks)
+    dims = tuple(frozenset(each[named.index].items()) for each in metadata)
     return program_key(training), program_key(evaluation), structures, dims
 
 
