@@ -244,24 +244,20 @@ def _combine(groups: Groups, num_rows: int, y: jax.Array, places: Places) -> jax
     return groups.on_devices(run, ("eg", "g"), "g")(y, places)
 
 
-def _dispatch_forward(groups: Groups, num_rows: int, x: Any, places: Any) -> tuple[Any, Any]:
-    return _dispatch(groups, num_rows, x, places), places
+def _derive(linear: Any, transpose: Any) -> None:
+    """Give a linear function of rows its transpose as derivative; places have none."""
+
+    def forward(groups: Groups, num_rows: int, rows: Any, places: Any) -> tuple[Any, Any]:
+        return linear(groups, num_rows, rows, places), places
+
+    def backward(groups: Groups, num_rows: int, places: Any, rows: Any) -> tuple[Any, None]:
+        return transpose(groups, num_rows, rows, places), None
+
+    linear.defvjp(forward, backward)
 
 
-def _dispatch_backward(groups: Groups, num_rows: int, places: Any, sent: Any) -> tuple[Any, None]:
-    return _combine(groups, num_rows, sent, places), None
-
-
-def _combine_forward(groups: Groups, num_rows: int, y: Any, places: Any) -> tuple[Any, Any]:
-    return _combine(groups, num_rows, y, places), places
-
-
-def _combine_backward(groups: Groups, num_rows: int, places: Any, y: Any) -> tuple[Any, None]:
-    return _dispatch(groups, num_rows, y, places), None
-
-
-_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
-_combine.defvjp(_combine_forward, _combine_backward)
+_derive(_dispatch, _combine)
+_derive(_combine, _dispatch)
 
 
 def mixture(

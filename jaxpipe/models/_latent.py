@@ -18,7 +18,7 @@ from ._latent_config import LatentConfig
 from ._llama_config import LlamaConfig
 from ._parts import BlockKind
 from ._positions import positions_of
-from ._rotary import RotaryScaling, check_packed
+from ._rotary import RotaryScaling
 
 _NORM_EPS = 1e-6
 """Epsilon of the latents' norms, which no key of `config.json` sets."""
@@ -80,11 +80,10 @@ class LatentAttention(nn.Module):
         q, of_query = q[..., :plain], q[..., plain:]
         of_key = both[:, :, None, rank:]
         if self.kind.rotary is not None:
-            check_packed(self.kind.rotary.rope_scaling, length, segment_ids)
             if positions is None:
                 positions = positions_of(length, segment_ids)
             turn = replace(self.kind.rotary, rope_interleave=sizes.rope_interleave)
-            of_query, of_key = turn(positions, of_query, of_key)
+            of_query, of_key = turn(positions, segment_ids, of_query, of_key)
         of_key = jnp.broadcast_to(of_key, (*q.shape[:3], turned)).astype(kv.dtype)
         q = jnp.concatenate([q, of_query], axis=-1)
         k = jnp.concatenate([kv[..., :plain], of_key], axis=-1)

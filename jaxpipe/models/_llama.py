@@ -44,7 +44,6 @@ from ._multi_token import (
 )
 from ._parts import BlockKind, Heads
 from ._positions import chunks_of, positions_of
-from ._rotary import check_packed
 
 _TABLE = "embedding"
 """Key of the tied table, and its name in the layers that use it."""
@@ -148,15 +147,13 @@ class LlamaAttention(nn.Module):
         if part.qk_norm:
             q = norm(config, "query_norm")(q)
             k = norm(config, "key_norm")(k)
-        if self.kind.rotary is not None:
-            check_packed(self.kind.rotary.rope_scaling, length, segment_ids)
         # Positions of the caller may begin in the middle of a chunk.
         may_cross = self.kind.chunk is not None and (
             positions is not None or length > self.kind.chunk
         )
         if positions is None:
             positions = positions_of(length, segment_ids)
-        q, k = self._placed(positions, q, k)
+        q, k = self._placed(positions, segment_ids, q, k)
         if self.kind.chunk is not None and may_cross:
             segment_ids = chunks_of(positions, segment_ids, self.kind.chunk, batch)
         sinks = None
@@ -175,13 +172,13 @@ class LlamaAttention(nn.Module):
         return rows(config, "out", use_bias=config.out_bias)(y.reshape(batch, length, -1))
 
     def _placed(
-        self, positions: jax.Array, q: jax.Array, k: jax.Array
+        self, positions: jax.Array, segment_ids: jax.Array | None, q: jax.Array, k: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Make queries and keys depend on positions."""
         config = self.config
         part = self.part
         if self.kind.rotary is not None:
-            q, k = self.kind.rotary(positions, q, k)
+            q, k = self.kind.rotary(positions, segment_ids, q, k)
             # Llama 4 normalises after the rotation, and without a scale.
             if part.qk_l2_norm:
                 norm = nn.RMSNorm(config.norms.rms_norm_eps, config.dtype, use_scale=False)

@@ -194,14 +194,15 @@ class LlamaConfig(Section):
         """Return the family that represents this best, and the fields that it cannot represent."""
         if self.family is not None:
             return self.family, self._lost(self.family)
-        lost = {name: self._lost(name) for name, family in FAMILIES.items() if self._is_kin(family)}
+        # Families that have experts, and a shared one, exactly if this configuration does: others
+        # have no names for them.
+        has_shared = None if self.experts is None else self.experts.shared_size > 0
+        lost = {
+            name: self._lost(name)
+            for name, family in FAMILIES.items()
+            if getattr(family.mixture, "has_shared", None) == has_shared
+        }
         return min(lost.items(), key=lambda item: len(item[1]))
-
-    def _is_kin(self, family: Family) -> bool:
-        """Whether a family has experts, and a shared expert, exactly if this configuration does."""
-        if self.experts is None or family.mixture is None:
-            return self.experts is None and family.mixture is None
-        return (self.experts.shared_size > 0) == family.mixture.has_shared
 
     def _lost(self, name: str) -> dict[str, Any]:
         """Return the fields that do not survive a round trip through a family's `config.json`."""

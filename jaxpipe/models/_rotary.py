@@ -240,12 +240,28 @@ class Rotary(Section):
     partial_rotary_factor: float = setting(1.0, _read_part)
     rope_interleave: bool = setting(False, read_flag)
 
-    def __call__(self, positions: jax.Array, *heads: jax.Array) -> list[jax.Array]:
+    def __call__(
+        self, positions: jax.Array, segment_ids: jax.Array | None, *heads: jax.Array
+    ) -> list[jax.Array]:
         """Rotate arrays `[B, T, N, D]` by the angles of positions, integers `[B or 1, T]`."""
+        scaling = self.rope_scaling
+        length = positions.shape[1]
+        dim = self.num_dims(heads[0].shape[-1])
         # In 16 bits, angles of large positions would be off by whole turns.
         wide: Any = np.promote_types(jnp.result_type(*heads), np.float32)
-        dim = self.num_dims(heads[0].shape[-1])
-        cos, sin = rotary(positions, dim, self.rope_theta, self.rope_scaling, wide)
+        magnitude = 1.0
+        # Constants computed by NumPy: XLA's powers differ in the last digits, and large positions
+        # amplify the difference.
+        if scaling is None:
+            freq = _plain(self.rope_theta, dim)
+        else:
+            _check_packed(scaling, length, segment_ids)
+            freq = scaling.frequencies(self.rope_theta, dim, length)
+            magnitude = scaling.magnitude()
+        freq = jnp.asarray(freq, wide).reshape(1, 1, 1, -1)
+        angles = positions.astype(wide)[:, :, None, None] * freq
+        cos = jnp.cos(angles) * magnitude
+        sin = jnp.sin(angles) * magnitude
         return [rotate(x, cos, sin, interleave=self.rope_interleave) for x in heads]
 
     def num_dims(self, head_dim: int) -> int:
@@ -275,27 +291,6 @@ class Rotary(Section):
                 )
 
 
-def rotary(
-    positions: jax.Array,
-    dim: int,
-    theta: float,
-    scaling: RotaryScaling | None = None,
-    dtype: Any = jnp.float32,
-) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angles of `positions`, `[B or 1, T]`, each `[B or 1, T, 1, D / 2]`."""
-    # Constants computed by NumPy: XLA's powers differ in the last digits, and large positions
-    # amplify the difference.
-    freq = (
-        _plain(theta, dim)
-        if scaling is None
-        else scaling.frequencies(theta, dim, positions.shape[1])
-    )
-    freq = jnp.asarray(freq, dtype).reshape(1, 1, 1, -1)
-    angles = positions.astype(dtype)[:, :, None, None] * freq
-    magnitude = 1.0 if scaling is None else scaling.magnitude()
-    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
-
-
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool = False) -> jax.Array:
     """Rotate the first dims of `[B, T, N, D]`, in pairs, as many as there are angles."""
     size = 2 * cos.shape[-1]
@@ -316,9 +311,9 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool = F
     return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
 
 
-def check_packed(scaling: RotaryScaling | None, length: int, segment_ids: Any) -> None:
+def _check_packed(scaling: RotaryScaling, length: int, segment_ids: Any) -> None:
     """Refuse packed texts if the angles of each depend on its own length."""
-    if segment_ids is not None and scaling is not None and scaling.is_stretched(length):
+    if segment_ids is not None and scaling.is_stretched(length):
         raise LayerError(
             "packed texts together must not be longer than the context at which "
             f"rope_type={scaling.rope_type!r} begins to stretch, because the angles of a text "
