@@ -25,6 +25,8 @@ _TEMPORARY = re.compile(r"\.lock-[0-9a-f]{8}")
 class FolderLock(Lock):
     """A lock on a directory of a file system."""
 
+    is_near = True
+
     @staticmethod
     def owners(folder: Path) -> list[tuple[Path, Owner]]:
         """The files of a lock, and their owners."""

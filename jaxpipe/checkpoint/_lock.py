@@ -44,6 +44,9 @@ class Lock(abc.ABC):
     object_name: ClassVar[str] = ""
     """Name of the lock's file, if it is not that of the owner."""
 
+    is_near: ClassVar[bool] = False
+    """Whether storage answers at once."""
+
     def __init__(self, save_dir: Any, owner: Owner | None = None) -> None:
         self.known: dict[str, Any] = {}
         self._save_dir = save_dir
@@ -145,9 +148,10 @@ class Lock(abc.ABC):
     def _forget(self, run: int) -> None:
         self._runs.discard(run)
         if not self._runs and not self._is_saving:
-            # The garbage collector calls this amid any other work, which storage that does not
+            # The garbage collector calls this amid any other work, which a store that does not
             # answer must not hold up: the thread removes the lock.
-            self._let_go()
+            if self._let_go() and self.is_near:
+                self._remove()
 
     def _end(self) -> None:
         """Release the lock when the program ends, which stops the thread at any line."""
