@@ -147,11 +147,12 @@ class Lock(abc.ABC):
 
     def _forget(self, run: int) -> None:
         self._runs.discard(run)
-        if not self._runs and not self._is_saving:
-            # The garbage collector calls this amid any other work, which a store that does not
-            # answer must not hold up: the thread removes the lock.
-            if self._let_go() and self.is_near:
-                self._remove()
+        if self._runs or self._is_saving or not self._let_go():
+            return
+        # The garbage collector calls this amid any other work, which a store that does not answer
+        # must not hold up: there the thread removes the lock.
+        if self.is_near:
+            self._remove()
 
     def _end(self) -> None:
         """Release the lock when the program ends, which stops the thread at any line."""

@@ -350,7 +350,7 @@ def test_held_elsewhere_while_it_gives_signs_of_life(
 
     def beat() -> None:
         while not ended.wait(0.5):
-            file.write_text(file.read_text() + ".")
+            file.write_text(file.read_text() + "\n.")
 
     thread = threading.Thread(target=beat)
     thread.start()
