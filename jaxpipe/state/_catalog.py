@@ -67,7 +67,8 @@ class Leaf:
 
 Catalog = Mapping[str, Leaf]
 Grid = tuple[int, ...]
-Rows = Mapping[tuple[str, int], np.ndarray]
+Rows = MutableMapping[tuple[str, int], np.ndarray]
+"""Flattened rows of global arrays, by the array's name and the row's index."""
 
 
 def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
@@ -89,9 +90,7 @@ def read_leaf(leaf: Leaf, row: Callable[[str, int], np.ndarray]) -> np.ndarray:
     return whole
 
 
-def write_leaf(
-    leaf: Leaf, value: np.ndarray, rows: MutableMapping[tuple[str, int], np.ndarray]
-) -> None:
+def write_leaf(leaf: Leaf, value: np.ndarray, rows: Rows) -> None:
     """Write a leaf into all its copies, in flattened rows by array name and index."""
     value = value.reshape(leaf.shape)
     for copy in leaf.copies:
@@ -219,7 +218,7 @@ def _spans(
     field: str, layout: Layout, shard_kind: int, name: str, rows: Sequence[int], blocks: Grid = ()
 ) -> list[Span]:
     """Return the spans of a leaf's elements in some rows, block by block."""
-    array, start, stop, _ = layout.span(shard_kind, name)
+    array, start, stop = layout.span(shard_kind, name)
     # The blocks of a piece are stored one after another in its row (`ByElements`), all of equal
     # size.
     count = math.prod(blocks)

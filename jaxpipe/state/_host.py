@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._typing import PyTree
 
 from ._catalog import Catalog, Leaf, read_leaf, write_leaf
-from ._layout import is_key
+from ._layout import OptState, Storage, is_key
 from ._state import TrainState
 
 Index = tuple[slice, ...]
@@ -54,7 +54,7 @@ def with_arrays(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainStat
 
 
 def read_leaves(
-    catalog: Catalog, field: str, storage: PyTree, keys: Iterable[str]
+    catalog: Catalog, field: str, storage: Storage | OptState, keys: Iterable[str]
 ) -> dict[str, np.ndarray]:
     """Read leaves of a field, or of arrays laid out like it, to every host. All must call it."""
     # JAX cannot read an array without elements that a program has returned on several devices.
@@ -206,7 +206,7 @@ def owned(leaf: Any) -> Any:
     return value
 
 
-def _named(field: str, tree: PyTree) -> dict[str, Any]:
+def _named(field: str, tree: Storage | OptState) -> dict[str, Any]:
     return {
         f"{field}/{_path_name(path)}": words_of(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)

@@ -5,7 +5,7 @@ No host has to hold them.
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
@@ -24,18 +24,22 @@ from jaxpipe.jaxpr import (
 )
 from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, split_path
 
-from ._layout import is_key
+from ._host import from_words, words_of
+from ._layout import Flat
 from ._made import MadeField, MadeLeaf
 from ._recipe import Recipe, fault_of
 from ._zero import ShardLayout
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """One leaf among those that a run makes, with its name on the first stage that makes it."""
+class _Target:
+    """What a run writes one leaf of a layer into; equal if one program can write both leaves."""
 
-    leaf: MadeLeaf
-    target: int  # index of the array that the leaf is written into
+    name: str = field(compare=False)  # in the layout, on the first stage that makes it
+    local: Path  # inside the layer
+    stage_dim: int | None
+    block_counts: tuple[int, ...]
+    number: int  # of the array, among those of the run
     is_flat: bool  # whether that array is a flat buffer, instead of only the leaf
 
 
@@ -43,10 +47,11 @@ class _Slot:
 class _Round:
     """One run of a recipe, in which every device makes at most one layer."""
 
-    slots: tuple[_Slot, ...]
-    targets: tuple[str, ...]  # names of the arrays that the leaves are written into
-    # For each kind of shard the layer, and the offset of each slot in a flat buffer.
-    layers: dict[int, tuple[int, list[int]]]
+    recipe: Recipe
+    arrays: tuple[str, ...]  # names of the arrays that the leaves are written into
+    targets: tuple[_Target, ...]
+    # For each kind of shard the layer, and the offset of each leaf in a flat buffer.
+    layers: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
 
 
 class StageInit:
@@ -91,7 +96,7 @@ class StageInit:
             self._run(one, made, arrays)
             # Otherwise many rounds would run concurrently, with the leaves of all of them in memory
             # in addition to the state.
-            jax.block_until_ready([arrays[name] for name in one.targets])
+            jax.block_until_ready([arrays[name] for name in one.arrays])
         return arrays
 
     def source(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -185,70 +190,61 @@ class StageInit:
                     by_layer.setdefault(leaf.index, []).append(leaf)
             numbers: dict[Hashable, int] = {}
             for index, group in by_layer.items():
-                arrays, offsets, _, are_flat = zip(
-                    *(layout.span(shard_kind, leaf.name) for leaf in group), strict=True
+                spans = [layout.span(shard_kind, leaf.name) for leaf in group]
+                arrays = tuple(dict.fromkeys(f"{made.field}/{array}" for array, *_ in spans))
+                targets = tuple(
+                    _Target(
+                        leaf.name,
+                        leaf.local,
+                        leaf.stage_dim,
+                        made.sharding.block_counts(leaf.name),
+                        arrays.index(f"{made.field}/{array}"),
+                        isinstance(layout.slot(shard_kind, leaf.name), Flat),
+                    )
+                    for leaf, (array, *_) in zip(group, spans, strict=True)
                 )
-                targets = tuple(dict.fromkeys(f"{made.field}/{array}" for array in arrays))
-                at = [targets.index(f"{made.field}/{array}") for array in arrays]
-                slots = tuple(map(_Slot, group, at, are_flat))
-                kind = self._recipe(index).number, tuple(leaf.local for leaf in group), arrays
+                recipe = self._recipe(index)
+                kind = recipe.number, arrays, targets
                 # A round has the n-th layer of this kind on each device. Stages draw in parallel,
                 # so that drawing all layers takes as long as drawing those of one stage.
                 number = numbers[kind] = numbers.get(kind, -1) + 1
-                one = rounds.setdefault((kind, number), _Round(slots, targets, {}))
-                one.layers[shard_kind] = index, list(offsets)
+                one = rounds.setdefault((kind, number), _Round(recipe, arrays, targets))
+                one.layers[shard_kind] = index, [start for _, start, _ in spans]
         return list(rounds.values())
 
     def _run(self, one: _Round, made: MadeField, arrays: dict[str, jax.Array]) -> None:
-        targets = [arrays[name] for name in one.targets]
-        sharding = made.sharding
-        rows = [
-            shard_kind
-            for stage in range(sharding.gathered.num_stages)
-            for shard_kind in _shard_kinds_of_rows(sharding, stage)
-        ]
+        targets = [arrays[name] for name in one.arrays]
+        shardings = [cast("NamedSharding", x.sharding) for x in targets]
+        at_rows = NamedSharding(shardings[0].mesh, made.rows)
         keys = {shard_kind: self._layer_key(index) for shard_kind, (index, _) in one.layers.items()}
-        words = {
-            shard_kind: np.asarray(jax.random.key_data(key) if is_key(key.dtype) else key)
-            for shard_kind, key in keys.items()
-        }
-        some = next(iter(one.layers))
-        nothing = np.zeros_like(words[some])
-        none = (0, [0] * len(one.slots))
-        at_rows = NamedSharding(cast("NamedSharding", targets[0].sharding).mesh, made.rows)
-
-        def by_row(values: list[Any], dtype: Any = None) -> jax.Array:
-            whole = np.asarray(values, dtype)
-            return jax.make_array_from_callback(whole.shape, at_rows, lambda at: whole[at])
+        words = {shard_kind: np.asarray(words_of(key)) for shard_kind, key in keys.items()}
+        some = next(iter(keys))
 
         # One row for every device, even if it has nothing to draw: whether a device draws is data,
         # so that all devices run one program.
-        is_here = by_row([shard_kind in one.layers for shard_kind in rows])
-        offsets = by_row([one.layers.get(shard_kind, none)[1] for shard_kind in rows], np.int32)
-        recipe = self._recipe(one.layers[some][0])
-        impl = jax.random.key_impl(keys[some]) if is_key(keys[some].dtype) else None
-        draw = self._drawing(recipe, one.slots, made, cast("Mesh", at_rows.mesh), impl)
-        leaves = draw(by_row([words.get(shard_kind, nothing) for shard_kind in rows]), is_here)
-        put = self._putting(
-            recipe, one.slots, made, [cast("NamedSharding", x.sharding) for x in targets]
-        )
-        arrays.update(zip(one.targets, put(targets, leaves, is_here, offsets), strict=True))
+        def by_row(values: Mapping[int, Any], otherwise: Any, dtype: Any = None) -> jax.Array:
+            kinds = _shard_kinds_of_rows(made.sharding)
+            whole = np.asarray([values.get(kind, otherwise) for kind in kinds], dtype)
+            return jax.make_array_from_callback(whole.shape, at_rows, lambda at: whole[at])
+
+        is_here = by_row(dict.fromkeys(keys, True), False)
+        starts = {shard_kind: offsets for shard_kind, (_, offsets) in one.layers.items()}
+        offsets = by_row(starts, [0] * len(one.targets), np.int32)
+        draw = self._drawing(one, made, cast("Mesh", at_rows.mesh), keys[some])
+        leaves = draw(by_row(words, np.zeros_like(words[some])), is_here)
+        put = self._putting(one, made, shardings)
+        arrays.update(zip(one.arrays, put(targets, leaves, is_here, offsets), strict=True))
 
     def _drawing(
-        self, recipe: Recipe, slots: Sequence[_Slot], made: MadeField, mesh: Mesh, impl: Any
+        self, one: _Round, made: MadeField, mesh: Mesh, key: jax.Array
     ) -> Callable[..., list[jax.Array]]:
         """Return the jitted program that makes whole leaves on each device that stores some."""
-        names = [(made.field, slot.leaf.local) for slot in slots]
+        names = [(made.field, target.local) for target in one.targets]
 
         def draw(words: jax.Array, is_here: jax.Array) -> list[jax.Array]:
             def drawn() -> list[jax.Array]:
-                leaves = recipe.run(
-                    words[0] if impl is None else jax.random.wrap_key_data(words[0], impl=impl),
-                    names,
-                )
-                return [
-                    jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf for leaf in leaves
-                ]
+                leaves = one.recipe.run(from_words(key, words[0]), names)
+                return [words_of(leaf) for leaf in leaves]
 
             def zeros() -> list[jax.Array]:
                 return [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(drawn)]
@@ -263,81 +259,70 @@ class StageInit:
         mapped = jax.shard_map(
             draw, mesh=mesh, in_specs=rows, out_specs=P(mesh.axis_names), check_vma=False
         )
-        return self._programs.setdefault((recipe.number, tuple(names)), jax.jit(mapped))
+        return self._programs.setdefault((one.recipe.number, tuple(names)), jax.jit(mapped))
 
     def _putting(
-        self,
-        recipe: Recipe,
-        slots: Sequence[_Slot],
-        made: MadeField,
-        shardings: list[NamedSharding],
+        self, one: _Round, made: MadeField, shardings: Sequence[NamedSharding]
     ) -> Callable[..., list[jax.Array]]:
         """Return the jitted program that writes each device's part of drawn leaves into arrays."""
-        sharding = made.sharding
-        specs = [one.spec for one in shardings]
-
-        def cut(slot: _Slot, leaf: jax.Array, target: jax.Array) -> jax.Array:
-            stage = jax.lax.axis_index("stage")
-            dim = slot.leaf.stage_dim
-            leaf = leaf if dim is None else _block(leaf, dim, stage, sharding.gathered.num_stages)
-            piece = sharding.piece_of(slot.leaf.name, leaf, jax.lax.axis_index("data")).astype(
-                target.dtype
-            )
-            if slot.is_flat:
-                return piece.reshape(-1, *target.shape[1:])
-            for dim, axes in enumerate(specs[slot.target][1:]):
-                if axes is not None:
-                    piece = _block(piece, dim, jax.lax.axis_index(axes), jax.lax.axis_size(axes))
-            return piece
+        specs = [each.spec for each in shardings]
 
         def put(
-            targets: list[jax.Array],
+            arrays: list[jax.Array],
             leaves: list[jax.Array],
             is_here: jax.Array,
             offsets: jax.Array,
         ) -> list[jax.Array]:
             def write(_: Any, arrays: list[jax.Array]) -> list[jax.Array]:
                 written = list(arrays)
-                for i, (slot, leaf) in enumerate(zip(slots, leaves, strict=True)):
-                    old = written[slot.target]
-                    piece = cut(slot, leaf[0], old)
-                    if slot.is_flat:
+                for i, target in enumerate(one.targets):
+                    old = written[target.number]
+                    piece = _piece(target, leaves[i][0], made.sharding, old.dtype)
+                    if target.is_flat:
+                        piece = piece.reshape(-1, *old.shape[1:])
                         piece = jax.lax.dynamic_update_slice_in_dim(old, piece, offsets[0, i], 0)
-                    written[slot.target] = piece
+                    else:
+                        piece = _shard(piece, specs[target.number][1:])
+                    written[target.number] = piece
                 return written
 
             # A loop that runs zero or one time: it writes its carry in place, and devices without
             # the layer leave it unchanged.
             filled = jax.lax.fori_loop(
-                0, is_here[0].astype(jnp.int32), write, [target[0] for target in targets]
+                0, is_here[0].astype(jnp.int32), write, [array[0] for array in arrays]
             )
             return [array[None] for array in filled]
 
-        described = [
-            (
-                slot.leaf.local,
-                slot.leaf.stage_dim,
-                slot.target,
-                slot.is_flat,
-                sharding.block_counts(slot.leaf.name),
-            )
-            for slot in slots
-        ]
         mesh = shardings[0].mesh
-        rows = made.rows
-        in_specs = (specs, P(mesh.axis_names), rows, rows)
+        in_specs = (specs, P(mesh.axis_names), made.rows, made.rows)
         mapped = jax.shard_map(put, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         # Donated, so that the arrays are never in memory twice while they are filled.
         jitted = jax.jit(mapped, out_shardings=shardings, donate_argnums=(0,))
         # All rounds of a recipe whose leaves are stored alike share one program.
-        return self._programs.setdefault(
-            (recipe.number, tuple(described), tuple(shardings)), jitted
-        )
+        key = one.recipe.number, one.targets, tuple(shardings)
+        return self._programs.setdefault(key, jitted)
 
 
-def _shard_kinds_of_rows(sharding: ShardLayout, stage: int) -> list[int]:
-    """Return the kind of shard of each row of a stage."""
-    return [int(sharding.shard_kind(stage, replica)) for replica in range(sharding.num_shards)]
+def _piece(target: _Target, leaf: jax.Array, sharding: ShardLayout, dtype: Any) -> jax.Array:
+    """Return the part of a leaf in the shard of this device's stage and replica."""
+    dim = target.stage_dim
+    if dim is not None:
+        leaf = _block(leaf, dim, jax.lax.axis_index("stage"), sharding.gathered.num_stages)
+    return sharding.piece_of(target.name, leaf, jax.lax.axis_index("data")).astype(dtype)
+
+
+def _shard(piece: jax.Array, spec: Sequence[Any]) -> jax.Array:
+    """Return this device's part of a piece that is sharded over automatic axes."""
+    for dim, axes in enumerate(spec):
+        if axes is not None:
+            piece = _block(piece, dim, jax.lax.axis_index(axes), jax.lax.axis_size(axes))
+    return piece
+
+
+def _shard_kinds_of_rows(sharding: ShardLayout) -> list[int]:
+    """Return the kind of shard of each row of the global arrays."""
+    num_rows = sharding.gathered.num_stages * sharding.num_shards
+    return [sharding.shard_kind(*divmod(row, sharding.num_shards)) for row in range(num_rows)]
 
 
 def _block(leaf: jax.Array, dim: int, index: jax.Array, count: int) -> jax.Array:

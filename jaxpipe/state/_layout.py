@@ -11,6 +11,7 @@ buffer cannot be sharded like the leaf. If only some stages have the leaf, it sh
 leaves of the same shape and sharding on other stages, one leaf per stage.
 """
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,18 +45,44 @@ class Storage:
     stacked: dict[str, Any] = field(default_factory=dict)
 
 
+OptState = dict[str, Storage]
+"""Optimiser state as it is stored: for each group of parameters its leaves.
+
+Arrays are `[num_rows, ...]` between steps, and have no first dim inside a device's program.
+"""
+
+
 @dataclass(frozen=True)
-class _Slot:
-    """The elements of a packed buffer that form a leaf; all elements if the leaf is sharded."""
+class Stacked:
+    """A leaf that is alike on all stages and has an array of its own."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A leaf that is part of a flat buffer: `stop - start` consecutive elements."""
 
     buffer: str
-    offset: int
+    start: int
     shape: tuple[int, ...]
-    is_flat: bool = True
 
     @property
-    def end(self) -> int:
-        return self.offset + math.prod(self.shape)
+    def stop(self) -> int:
+        """End of the elements."""
+        return self.start + math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A leaf that keeps its dims, in a packed array that has one leaf per stage."""
+
+    buffer: str
+    shape: tuple[int, ...]
+
+
+Slot = Stacked | Flat | Sharded
+"""Where a leaf of a stage is; equal for leaves that one program can read on different stages."""
 
 
 class Layout:
@@ -100,14 +127,15 @@ class Layout:
         self._buffer_specs: dict[str, P] = {}
         self._slots = [self._place(*pair) for pair in zip(stages, self._specs, strict=True)]
 
-    def _place(self, stage: Mapping[str, jax.ShapeDtypeStruct], specs: Specs) -> dict[str, _Slot]:
-        """Find slots for a stage's leaves that are not stacked, in existing or new buffers."""
+    def _place(self, stage: Mapping[str, jax.ShapeDtypeStruct], specs: Specs) -> dict[str, Slot]:
+        """Find slots for a stage's leaves, in existing or new buffers."""
         used: dict[str, int] = {}
-        slots: dict[str, _Slot] = {}
+        slots: dict[str, Slot] = {}
         for name, like in stage.items():
             shape = tuple(like.shape)
             spec = specs.get(name)
             if name in self.stacked:
+                slots[name] = Stacked(name)
                 continue
             kind = like.dtype.name if spec is None else _kind(like, spec)
             kind = f"frozen.{kind}" if name in self.frozen else kind
@@ -116,14 +144,15 @@ class Layout:
             start = used.get(kind, 0)
             used[kind] = end = start + (math.prod(shape) if spec is None else 1)
             if spec is None:
-                slots[name] = _Slot(kind, start, shape)
+                slots[name] = Flat(kind, start, shape)
                 size = max(end, math.prod(self.buffers[kind].shape) if kind in self.buffers else 0)
                 self.buffers[kind] = jax.ShapeDtypeStruct((size,), like.dtype)
             else:
                 # The n-th leaf of this shape and sharding on each stage is in the n-th such array.
-                slots[name] = _Slot(f"{kind}.{start}", 0, shape, is_flat=False)
-                self.buffers[slots[name].buffer] = jax.ShapeDtypeStruct(shape, like.dtype)
-                self._buffer_specs[slots[name].buffer] = spec
+                buffer = f"{kind}.{start}"
+                slots[name] = Sharded(buffer, shape)
+                self.buffers[buffer] = jax.ShapeDtypeStruct(shape, like.dtype)
+                self._buffer_specs[buffer] = spec
         return slots
 
     def renamed_buffers(self, other: "Layout") -> Mapping[str, str] | None:
@@ -131,8 +160,11 @@ class Layout:
         found: dict[str, str] = {}
         for mine, theirs in zip(self._slots, other._slots, strict=True):
             for name, slot in mine.items():
-                same = found.setdefault(slot.buffer, theirs[name].buffer)
-                if (same, slot.offset) != (theirs[name].buffer, theirs[name].offset):
+                its = theirs[name]
+                if isinstance(slot, Stacked) or isinstance(its, Stacked):
+                    continue
+                same = found.setdefault(slot.buffer, its.buffer)
+                if dataclasses.replace(slot, buffer=same) != its:
                     # For example, leaves of different dtypes here share a dtype there.
                     return None
         return found if len(set(found.values())) == len(found) else None
@@ -143,9 +175,9 @@ class Layout:
 
     def struct_of(self, stage: int, name: str) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of one leaf of a stage."""
-        if name in self.stacked:
+        slot = self.slot(stage, name)
+        if isinstance(slot, Stacked):
             return self.stacked[name]
-        slot = self._slots[stage][name]
         return jax.ShapeDtypeStruct(slot.shape, self.buffers[slot.buffer].dtype)
 
     def struct(self) -> Storage:
@@ -166,31 +198,33 @@ class Layout:
         """Make one stage's storage, filled with zeros."""
         return self.constrain(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.struct()))
 
-    def slot(self, stage: int, name: str) -> object:
-        """Return a leaf's slot; equal for leaves that one program can read on different stages."""
-        return name if name in self.stacked else self._slots[stage][name]
+    def slot(self, stage: int, name: str) -> Slot:
+        """Return where a leaf of a stage is."""
+        return self._slots[stage][name]
 
-    def span(self, stage: int, name: str) -> tuple[str, int, int, bool]:
-        """Return a leaf's array, its start and end in a row, and whether it is a flat buffer."""
-        if name in self.stacked:
-            return f"stacked/{name}", 0, math.prod(as_words(self.stacked[name]).shape), False
-        slot = self._slots[stage][name]
-        return f"packed/{slot.buffer}", slot.offset, slot.end, slot.is_flat
+    def span(self, stage: int, name: str) -> tuple[str, int, int]:
+        """Return the name of a leaf's array, and its start and end in a flattened row."""
+        match self.slot(stage, name):
+            case Stacked():
+                return f"stacked/{name}", 0, math.prod(as_words(self.stacked[name]).shape)
+            case Sharded(buffer, shape):
+                return f"packed/{buffer}", 0, math.prod(shape)
+            case Flat() as slot:
+                return f"packed/{slot.buffer}", slot.start, slot.stop
 
     def get(self, stage: int, name: str, storage: Storage) -> jax.Array:
         """Return one leaf of a stage, from that stage's storage."""
-        if name in self.stacked:
-            return storage.stacked[name]
-        slot = self._slots[stage][name]
-        buffer = storage.packed[slot.buffer]
-        # Both sides of every slice of a flat buffer are constrained to be whole. If the leaf's
-        # neighbours are sharded, XLA would otherwise shard the buffer too, and move elements
-        # between devices.
-        return (
-            _whole(_whole(buffer)[slot.offset : slot.end]).reshape(slot.shape)
-            if slot.is_flat
-            else buffer
-        )
+        match self.slot(stage, name):
+            case Stacked():
+                return storage.stacked[name]
+            case Sharded(buffer):
+                return storage.packed[buffer]
+            case Flat() as slot:
+                # Both sides of every slice of a flat buffer are constrained to be whole. If the
+                # leaf's neighbours are sharded, XLA would otherwise shard the buffer too, and move
+                # elements between devices.
+                leaf = _whole(storage.packed[slot.buffer])[slot.start : slot.stop]
+                return _whole(leaf).reshape(slot.shape)
 
     def unpack(self, stage: int, storage: Storage) -> dict[str, jax.Array]:
         """Return all leaves of a stage by name."""
@@ -201,37 +235,34 @@ class Layout:
     ) -> dict[str, jax.Array]:
         """Make a stage's packed buffers, in their own or other dtypes; missing leaves are zero."""
         buffers = {}
+        given = [(slot, leaves[n]) for n, slot in self._slots[stage].items() if n in leaves]
         for buffer, own in self.buffers.items():
-            like = jax.ShapeDtypeStruct(own.shape, (dtypes or {}).get(buffer, own.dtype))
-            given = {
-                name: slot
-                for name, slot in self._slots[stage].items()
-                if slot.buffer == buffer and name in leaves
-            }
+            dtype = (dtypes or {}).get(buffer, own.dtype)
             if buffer in self._buffer_specs:
-                found = [_as(leaves[name], like.dtype) for name in given] or [
-                    jnp.zeros(like.shape, like.dtype)
-                ]
-                buffers[buffer] = constrained(found[0], self._buffer_specs[buffer])
+                sharded = [
+                    _as(leaf, dtype)
+                    for slot, leaf in given
+                    if isinstance(slot, Sharded) and slot.buffer == buffer
+                ] or [jnp.zeros(own.shape, dtype)]
+                buffers[buffer] = constrained(sharded[0], self._buffer_specs[buffer])
                 continue
             pieces = []
             end = 0
             # In the order of their offsets, which `_place` assigned. A gap between two leaves means
             # that a leaf is missing.
-            for name, slot in given.items():
-                pieces += [jnp.zeros((slot.offset - end,), like.dtype)] if slot.offset > end else []
-                pieces.append(_whole(_as(leaves[name], like.dtype)).reshape(-1))
-                end = slot.end
+            for slot, leaf in given:
+                if isinstance(slot, Flat) and slot.buffer == buffer:
+                    pieces += [jnp.zeros((slot.start - end,), dtype)] if slot.start > end else []
+                    pieces.append(_whole(_as(leaf, dtype)).reshape(-1))
+                    end = slot.stop
             whole = (
                 jnp.concatenate(pieces)
                 if len(pieces) > 1
-                else (pieces or [jnp.zeros((0,), like.dtype)])[0]
+                else (pieces or [jnp.zeros((0,), dtype)])[0]
             )
-            missing = like.shape[0] - end
+            missing = own.shape[0] - end
             buffers[buffer] = _whole(
-                jax.lax.pad(whole, jnp.zeros((), like.dtype), [(0, missing, 0)])
-                if missing
-                else whole
+                jax.lax.pad(whole, jnp.zeros((), dtype), [(0, missing, 0)]) if missing else whole
             )
         return buffers
 
@@ -245,18 +276,17 @@ class Layout:
         stacked = dict(storage.stacked)
         packed = dict(storage.packed)
         for name, value in changed.items():
-            if name in self.stacked:
-                stacked[name] = value
-            else:
-                slot = self._slots[stage][name]
-                flat = packed[slot.buffer]
-                # Not with `at`: for a slice that covers the whole buffer it makes a scatter with
-                # indices of size zero, on which the compiler of JAX 0.11.2 crashes.
-                if slot.is_flat:
-                    value = jax.lax.dynamic_update_slice(
-                        flat, _whole(value).reshape(-1), (slot.offset,)
+            match self.slot(stage, name):
+                case Stacked():
+                    stacked[name] = value
+                case Sharded(buffer):
+                    packed[buffer] = value
+                case Flat(buffer, start):
+                    # Not with `at`: for a slice that covers the whole buffer it makes a scatter
+                    # with indices of size zero, on which the compiler of JAX 0.11.2 crashes.
+                    packed[buffer] = jax.lax.dynamic_update_slice(
+                        packed[buffer], _whole(value).reshape(-1), (start,)
                     )
-                packed[slot.buffer] = value
         return Storage(packed, stacked)
 
 

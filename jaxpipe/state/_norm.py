@@ -1,6 +1,6 @@
 """The global norm of gradients over all stages, and clipping by it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,9 @@ from jaxpipe._typing import Path, PyTree
 from jaxpipe.topology import sum_over
 
 from ._layout import Storage
+from ._params import Paths
 from ._switch import switch_stages
-from ._tied import drop_copies
+from ._tied import Tied, drop_copies
 from ._zero import ZeroSharding
 
 _EPSILON = 1e-6
@@ -18,7 +19,7 @@ _EPSILON = 1e-6
 
 
 def global_norm(
-    tied: Mapping[str, tuple[int, ...]],
+    tied: Tied,
     sharding: ZeroSharding,
     shard_kind: jax.Array,
     shard: Storage,
@@ -34,8 +35,8 @@ def global_norm(
 
 
 def layer_norms(
-    paths: Sequence[Mapping[str, Path]],
-    tied: Mapping[str, tuple[int, ...]],
+    paths: Sequence[Paths],
+    tied: Tied,
     sharding: ZeroSharding,
     shard_kind: jax.Array,
     shard: Storage,
@@ -75,7 +76,7 @@ def _sum_squares(tree: PyTree) -> jax.Array:
     return sum(squares, jnp.zeros((), jnp.float32))
 
 
-def clip_to(limit: float, norm: jax.Array, grads: PyTree) -> PyTree:
+def clip_to(limit: float, norm: jax.Array, grads: Storage) -> Storage:
     """Scale gradients so that their global norm is at most `limit`; 0 turns clipping off."""
     if not limit:
         return grads

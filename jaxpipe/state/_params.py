@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,14 @@ from jaxpipe.layers import (
 from jaxpipe.schedules import Placement
 from jaxpipe.topology import FSDP, axes_length, sum_over
 
-from ._layout import Layout, Storage
+from ._layout import Layout, Slot, Stacked, Storage
 from ._vocab_layers import StageCut, VocabLayers, slice_struct
+
+LayerTree: TypeAlias = PyTree
+"""Variables of one layer, as nested dictionaries with the paths inside the layer."""
+
+Paths = Mapping[str, Path]
+"""Paths of leaves in the model's tree, by name."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class StageLeaves:
     trunk: dict[str, Path]
     layers: dict[int, dict[Path, str]]
 
-    def view(self, index: int, leaves: Mapping[str, jax.Array]) -> PyTree:
+    def view(self, index: int, leaves: Mapping[str, jax.Array]) -> LayerTree:
         """Return one layer's leaves as a tree, with the paths inside the layer."""
         return unflatten_dict({path: leaves[name] for path, name in self.layers[index].items()})
 
@@ -254,20 +260,20 @@ class ModelCollections:
         """True if any of these layers of the model has collections."""
         return any(stage.layers[i] for stage in self._stages for i in indices if i in stage.layers)
 
-    def slots(self, stage: int, indices: Sequence[int]) -> tuple[object, ...]:
+    def slots(self, stage: int, indices: Sequence[int]) -> tuple[Slot, ...]:
         """Return the slots of some layers' collections; equal if one program can serve both."""
         return tuple(
             self.layout.slot(stage, name) for name in self._stages[stage].names_of(indices)
         )
 
-    def views(self, stage: int, indices: Sequence[int], storage: Storage) -> list[PyTree]:
+    def views(self, stage: int, indices: Sequence[int], storage: Storage) -> list[LayerTree]:
         """Return the collections of some layers of a stage, with the paths inside each layer."""
         names = self._stages[stage].names_of(indices)
         leaves = {name: self.layout.get(stage, name, storage) for name in names}
         return [self._stages[stage].view(i, leaves) for i in indices]
 
     def put(
-        self, stage: int, indices: Sequence[int], storage: Storage, views: Sequence[PyTree]
+        self, stage: int, indices: Sequence[int], storage: Storage, views: Sequence[LayerTree]
     ) -> Storage:
         """Replace the collections of some layers in a storage."""
         changed = {}
@@ -339,9 +345,9 @@ def _packed_dtypes(layout: Layout, other: Layout) -> Mapping[str, Any]:
     found: dict[str, set[Any]] = {}
     for stage in range(layout.num_stages):
         for name in layout.names(stage):
-            if name not in layout.stacked:
-                buffer = layout.span(stage, name)[0].removeprefix("packed/")
-                found.setdefault(buffer, set()).add(other.struct_of(stage, name).dtype)
+            slot = layout.slot(stage, name)
+            if not isinstance(slot, Stacked):
+                found.setdefault(slot.buffer, set()).add(other.struct_of(stage, name).dtype)
     return {
         buffer: next(iter(dtypes)) if len(dtypes) == 1 else layout.buffers[buffer].dtype
         for buffer, dtypes in found.items()

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._typing import PyTree
 
-from ._layout import Storage
+from ._layout import OptState, Storage
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +35,7 @@ class TrainState:
 
     step: jax.Array
     params: Storage
-    opt_state: PyTree
+    opt_state: OptState
     collections: Storage
     loss_scale: PyTree
     skipped_steps: jax.Array

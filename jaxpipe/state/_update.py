@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,16 @@ from jaxpipe.optim import (
     trace_optimizer,
 )
 
-from ._layout import Layout, Storage
-from ._params import ModelParams
+from ._layout import Layout, OptState, Storage
+from ._params import ModelParams, Paths
 from ._switch import switch_stages
 from ._zero import ShardLayout
 
-Paths = Mapping[str, Path]
-"""Paths of parameters in the model's tree, by name."""
+OptTree: TypeAlias = PyTree
+"""Optimiser state in the optimiser's own structure, of the whole model or of a shard's group."""
 
-OptState = dict[str, Storage]
-"""Optimiser state of one shard: a storage for each group of parameters."""
+Choice = Callable[[PyTree, OptTree], PyTree]
+"""Makes other parameters from some parameters, by path, and the optimiser's state of them."""
 
 
 class Updater:
@@ -113,7 +113,7 @@ class Updater:
             for name, (label, path) in group.parts[shard_kind].labels(paths).items():
                 yield key, group.layout, name, label, path
 
-    def whole_struct(self) -> PyTree:
+    def whole_struct(self) -> OptTree:
         """Return shapes and dtypes of the optimiser's own state for the whole model."""
         return state_struct(self._optimizer, unflatten_dict(self._params.trained))
 
@@ -124,14 +124,14 @@ class Updater:
             for name, group in self._groups.items()
         }
 
-    def tree(self, shard_kind: int, state: OptState) -> dict[str, PyTree]:
+    def tree(self, shard_kind: int, state: OptState) -> dict[str, OptTree]:
         """Return one shard's optimiser state for each group, in the optimiser's own structure."""
         return {
             name: group.parts[shard_kind].state(group.layout.unpack(shard_kind, state[name]))
             for name, group in self._groups.items()
         }
 
-    def storage(self, shard_kind: int, trees: Mapping[str, PyTree]) -> OptState:
+    def storage(self, shard_kind: int, trees: Mapping[str, OptTree]) -> OptState:
         """Invert `tree`."""
         return {
             name: group.layout.pack(shard_kind, group.parts[shard_kind].by_name(trees[name]))
@@ -152,7 +152,7 @@ class Updater:
 
     def choose(
         self,
-        choice: Callable[[PyTree, PyTree], PyTree],
+        choice: Choice,
         shard_kind: jax.Array,
         shard: Storage,
         state: OptState,
@@ -265,7 +265,7 @@ class _Group:
 
     def choose(
         self,
-        choice: Callable[[PyTree, PyTree], PyTree],
+        choice: Choice,
         shard_kind: int,
         params: Storage,
         state: Storage,
@@ -331,13 +331,13 @@ class _Part:
         state = self.optimizer.init(self._tree(shard))
         return self.by_name(state)
 
-    def by_name(self, state: PyTree) -> dict[str, jax.Array]:
+    def by_name(self, state: OptTree) -> dict[str, jax.Array]:
         return {
             name: jnp.asarray(leaf)
             for name, leaf in zip(self.state_leaves, jax.tree.leaves(state), strict=True)
         }
 
-    def state(self, leaves: Mapping[str, Any]) -> PyTree:
+    def state(self, leaves: Mapping[str, Any]) -> OptTree:
         return jax.tree.unflatten(self._treedef, [leaves[name] for name in self.state_leaves])
 
     def update(
@@ -351,7 +351,7 @@ class _Part:
 
     def choose(
         self,
-        choice: Callable[[PyTree, PyTree], PyTree],
+        choice: Choice,
         shard: Storage,
         state: Mapping[str, jax.Array],
     ) -> dict[str, jax.Array]:

@@ -4,6 +4,25 @@ The layers of a stage compute with its gathered storage. A shard is the part of 
 device keeps between steps, together with the optimiser's state for that part. `gather` assembles
 the storage from the shards of all replicas. `reduce` sums gradients over the replicas and returns
 to each replica its shard of the sum.
+
+What a shard has of a leaf depends on the leaf's slot in its stage's storage (`_layout.py`) and on
+how shards are cut. A shard is stored in a layout too, in which the leaf has a slot again:
+
+| slot      | leaves                            | `ByElements`     | `ByLeaves`                 |
+|-----------|-----------------------------------|------------------|----------------------------|
+| `Stacked` | alike on all stages               | piece, `Stacked` | whole or absent, as below  |
+| `Flat`    | others                            | piece, `Flat`    | whole or absent, `Flat`    |
+| `Sharded` | others that automatic axes divide | piece, `Sharded` | whole or absent, `Sharded` |
+
+- A piece of a leaf that automatic axes divide is cut from each block; see `ByElements`. Pieces of
+  stacked leaves need no conditional. With `ByLeaves` nothing is stacked, because a leaf may be on
+  different replicas of different stages.
+- `Replicated` shards are the storage itself, and all slots stay.
+- Shards have the same kind if they have the same leaves at the same offsets: with `Replicated` and
+  `ByElements` the kinds are the stages, with `ByLeaves` each stage and replica is a kind. Devices
+  choose the program of their kind by `switch_stages` (`_switch.py`).
+- Frozen leaves have the same slots, in separate buffers and only in layouts of all parameters. So
+  the others have the same offsets in the layouts of trained parameters and of gradients.
 """
 
 import abc

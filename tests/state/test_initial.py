@@ -283,10 +283,10 @@ def test_sums_of_an_initialiser_do_not_depend_on_shards() -> None:
 def test_each_row_is_of_the_shard_of_its_stage_and_replica() -> None:
     layout = Layout([{"a": struct(2), "b": struct(3)}, {"a": struct(2), "c": struct(5)}])
     each = [Replicated(layout), ByElements(layout, 2, {}), ByLeaves(layout, 2, ())]
-    found = [[_shard_kinds_of_rows(sharding, stage) for stage in range(2)] for sharding in each]
+    found = [_shard_kinds_of_rows(sharding) for sharding in each]
     # Whole, a stage's leaves lie in one row. Pieces are alike on all replicas, whole leaves are
     # not.
-    assert found == [[[0], [1]], [[0, 0], [1, 1]], [[0, 1], [2, 3]]]
+    assert found == [[0, 1], [0, 0, 1, 1], [0, 1, 2, 3]]
 
 
 def test_blocks_are_cut_off_side_by_side() -> None:

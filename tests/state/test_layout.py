@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.state import Layout
+from jaxpipe.state._layout import Stacked
 
 
 def struct(tree: Any) -> Any:
@@ -33,7 +34,7 @@ def test_a_layout_stacks_what_all_stages_have_and_packs_the_rest() -> None:
     }
     assert layout.struct().stacked["a"].shape == (2, 2)
     assert layout.struct().packed["float32"].shape == (10,)
-    assert layout.slot(0, "a") == layout.slot(2, "a") == "a"
+    assert layout.slot(0, "a") == layout.slot(2, "a") == Stacked("a")
     assert layout.slot(0, "first") != layout.slot(2, "last")
 
 
