@@ -15,7 +15,8 @@ def _read_above(limit: float) -> Reader:
         if found is None or not max(LEAST, limit) <= found <= _MOST or found == limit:
             rule = f"a finite number > {limit:g}"
             raise wrong_value(path, rule, value, "Pass one that float32 can hold")
-        return found
+        # As it was written: `transformers` refuses 24.0 where a file must have 24.
+        return value if type(value) is int else found
 
     return read
 

@@ -80,8 +80,8 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
     for interval in asked.recompute or (job.module.activation_checkpoint_interval,):
         counted = job.counted.recomputing(interval)
         for method in asked.partitions or (job.module.partition_method,):
-            module = counted.module.replace(partition_method=method)
             try:
+                module = counted.module.replace(partition_method=method)
                 some = _of_method(dataclasses.replace(job, module=module, counted=counted), asked)
             except (PartitionError, ScheduleError) as error:
                 errors.append(error)
