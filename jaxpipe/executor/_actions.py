@@ -1,6 +1,6 @@
 """Run the actions of a tick.
 
-The plan of an action says what a device does while its stage is idle, and this module does it.
+The mode of an action says what a device does while its stage is idle, and this module does it.
 """
 
 import abc
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import ActionPlan, Actions, Idle, Placement, Tables
+from jaxpipe.schedules import ActionMode, Actions, Idle, Placement, Tables
 
 from ._buffers import once, run_or_zeros, select, zeros_of
 from ._virtual_stage import VirtualStage
@@ -30,7 +30,7 @@ class Action(abc.ABC):
     `run_action` may call them in a loop.
     """
 
-    plan: ActionPlan
+    mode: ActionMode
 
     @abc.abstractmethod
     def now(self, row: Row) -> Actions[jax.Array]:
@@ -46,7 +46,7 @@ class Action(abc.ABC):
 
     @property
     def functions(self) -> Sequence[Compute]:
-        """The computations, one for each kind in the plan, with results of one structure."""
+        """The computations, one for each kind in the mode, with results of one structure."""
         return [self.compute]
 
     def which(self, row: Row) -> jax.Array | int:
@@ -68,7 +68,7 @@ def run_action(
     nothing: PyTree = None,
 ) -> tuple[Any, Any]:
     """Run a tick's action, or its replacement if idle; return the carry and values for others."""
-    idle = action.plan.idle
+    idle = action.mode.idle
 
     def act(carry: Any, row: Row, values: PyTree) -> tuple[Any, Any]:
         which, branches = _branches(action, stage, placement, carry, row, values)
@@ -101,13 +101,13 @@ def _branches(
     action: Action, stage: jax.Array, placement: Placement, carry: Any, row: Row, values: PyTree
 ) -> tuple[jax.Array | int, list[Callable[[], Any]]]:
     """Return the branches of a tick's action, and the index of the one that runs when busy."""
-    plan = action.plan
+    mode = action.mode
     which = action.which(row)
     now = action.now(row)
-    chunks: Sequence[jax.Array | int] = plan.chunks
-    if len(chunks) > 1 and plan.branches_on_chunk:
+    chunks: Sequence[jax.Array | int] = mode.chunks
+    if len(chunks) > 1 and mode.branches_on_chunk:
         # Functions are the outer index, as in the list below.
-        numbers = jnp.asarray(plan.chunks, jnp.int32)
+        numbers = jnp.asarray(mode.chunks, jnp.int32)
         number = jnp.searchsorted(numbers, now.chunk, method="compare_all").astype(jnp.int32)
         which = which * len(chunks) + number
     elif len(chunks) > 1:

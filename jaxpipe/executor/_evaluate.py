@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import ActionPlan, Actions, TickRun, TransferBuffers
+from jaxpipe.schedules import ActionMode, Actions, TickRun, TransferBuffers
 
 from ._actions import Action, Row, run_on_all_stages
 from ._arrays import Packed, Ring
@@ -34,7 +34,7 @@ class EvaluateCarry(NamedTuple):
 class _Forward(Action):
     """The forward of one virtual stage, whose output the tick itself sends."""
 
-    plan: ActionPlan
+    mode: ActionMode
     stage: Stage
     device: Device
     batch: Microbatch

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.schedules import ActionPlan
+from jaxpipe.schedules import ActionMode
 from jaxpipe.state import Storage
 
 from ._arrays import Prepared, TrunkSums
@@ -33,17 +33,17 @@ class GradientSums:
         )
 
     def add_trunk(
-        self, sums: TrunkSums, plan: ActionPlan, chunk: jax.Array, grads: Prepared
+        self, sums: TrunkSums, mode: ActionMode, chunk: jax.Array, grads: Prepared
     ) -> TrunkSums:
         """Add an action's gradients of its chunk; None: it has no gradient for the leaf."""
         if not jax.tree.leaves(grads):
             return sums
         after = list(sums)
-        for number in plan.chunks:
+        for number in mode.chunks:
             # XLA updates the carry of a loop in place (JAX 0.10, GPU and CPU). Values that pass
             # through a branch are mostly copied. With one array `[num_chunks, ...]` the new sum is
             # written to a temporary first, which takes 18 bytes a parameter instead of 10.
-            if plan.adds_in_loops:
+            if mode.adds_in_loops:
                 after[number] = once(
                     chunk == number,
                     lambda _, before: self._plus_trunk(before, grads),

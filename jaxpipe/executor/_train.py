@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._typing import PyTree
-from jaxpipe.schedules import ActionPlan, Actions, Idle, TickProgram, TickRun
+from jaxpipe.schedules import ActionMode, Actions, Idle, TickProgram, TickRun
 from jaxpipe.state import Storage
 
 from ._actions import Action, Compute, Row
@@ -208,7 +208,7 @@ class TrainLoop(TickLoop):
 
     def plus(
         self,
-        plan: ActionPlan,
+        mode: ActionMode,
         carry: TrainCarry,
         chunk: jax.Array,
         trunk: Prepared,
@@ -216,7 +216,7 @@ class TrainLoop(TickLoop):
     ) -> TrainCarry:
         """Add an action's gradients to the carry; gradients of the trunk may be None."""
         carry = carry._replace(
-            trunk_grads=self._sums.add_trunk(carry.trunk_grads, plan, chunk, trunk)
+            trunk_grads=self._sums.add_trunk(carry.trunk_grads, mode, chunk, trunk)
         )
         if off_trunk is not None and self.stage.prologue.has_params:
             carry = carry._replace(
@@ -233,7 +233,7 @@ class Forward(Action):
     has run before.
     """
 
-    plan: ActionPlan
+    mode: ActionMode
     loop: TrainLoop
     device: Device
     run: TickRun
@@ -297,9 +297,9 @@ class Forward(Action):
 
 @dataclass(frozen=True)
 class Backward(Action):
-    """A backward, whole or of the input only, as the kinds of its plan say."""
+    """A backward, whole or of the input only, as the kinds of its mode say."""
 
-    plan: ActionPlan
+    mode: ActionMode
     loop: TrainLoop
     device: Device
     run: TickRun
@@ -311,11 +311,11 @@ class Backward(Action):
         return _either_chunk(row) if self.run.has_one_chunk else row.backward.chunk
 
     def which(self, row: Row) -> jax.Array | int:
-        return (row.pending_write >= 0).astype(jnp.int32) if len(self.plan.splits) > 1 else 0
+        return (row.pending_write >= 0).astype(jnp.int32) if len(self.mode.splits) > 1 else 0
 
     @property
     def functions(self) -> Sequence[Compute]:
-        functions = [functools.partial(self.compute, split=split) for split in self.plan.splits]
+        functions = [functools.partial(self.compute, split=split) for split in self.mode.splits]
         if len(functions) == 1:
             return functions
         whole, split = functions
@@ -351,11 +351,11 @@ class Backward(Action):
         self, carry: TrainCarry, row: Row, values: Gradients, result: StageBackwardResult
     ) -> tuple[TrainCarry, None]:
         loop = self.loop
-        plan = self.plan
+        mode = self.mode
         pending = carry.pending
         outgoing = result.input_grad
-        if True in plan.splits:
-            is_always_split = plan.splits == (True,) and plan.idle in (Idle.NEVER, Idle.LOOP)
+        if True in mode.splits:
+            is_always_split = mode.splits == (True,) and mode.idle in (Idle.NEVER, Idle.LOOP)
             write_slot = write_ring if is_always_split else write_ring_if
             pending = write_slot(pending, result.pending, row.pending_write)
         # No sends: gradients are never sent early.
@@ -363,7 +363,7 @@ class Backward(Action):
             carry.gradients, {}, row.gradients, self.device.stage, outgoing
         )
         carry = carry._replace(pending=pending, gradients=gradients)
-        carry = loop.plus(plan, carry, row.backward.chunk, result.trunk, result.off_trunk)
+        carry = loop.plus(mode, carry, row.backward.chunk, result.trunk, result.off_trunk)
         vocab = loop.vocab.leave(self.device, carry.vocab, row, outgoing)
         return carry._replace(vocab=vocab), None
 
@@ -372,7 +372,7 @@ class Backward(Action):
 class Weight(Action):
     """The weight gradient of a split backward."""
 
-    plan: ActionPlan
+    mode: ActionMode
     loop: TrainLoop
     device: Device
 
@@ -392,7 +392,7 @@ class Weight(Action):
     def write(
         self, carry: TrainCarry, row: Row, values: None, result: tuple[Prepared, Storage | None]
     ) -> tuple[TrainCarry, None]:
-        return self.loop.plus(self.plan, carry, row.weight.chunk, *result), None
+        return self.loop.plus(self.mode, carry, row.weight.chunk, *result), None
 
 
 def _either_chunk(row: Row) -> jax.Array:

@@ -39,7 +39,7 @@ from jaxpipe.schedules._one_f_one_b_v import OneFOneBVSchedule
 from jaxpipe.schedules._picture import Picture, draw, picture_of
 from jaxpipe.schedules._placement import Placement
 from jaxpipe.schedules._program import (
-    ActionPlan,
+    ActionMode,
     Actions,
     Buffers,
     Idle,

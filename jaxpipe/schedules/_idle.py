@@ -1,11 +1,11 @@
 """What a device does in ticks in which its stage has no action.
 
-A policy, and the plan of each run that follows from it.
+A policy, and the modes of each run that follows from it.
 """
 
 from dataclasses import dataclass, replace
 
-from ._program import ActionPlan, Idle, Table, TickProgram, TickRun
+from ._program import ActionMode, Idle, Table, TickProgram, TickRun
 
 _MOST = 0.75
 """If at least this share of a run's ticks needs an action, all of its ticks compute it.
@@ -38,7 +38,7 @@ class IdlePolicy:
 
 
 def with_idle(program: TickProgram, policy: IdlePolicy) -> TickProgram:
-    """Return the program with the plans of its runs filled in according to a policy."""
+    """Return the program with the modes of its runs filled in according to a policy."""
     return replace(program, runs=tuple(_planned(program, run, policy) for run in program.runs))
 
 
@@ -51,7 +51,7 @@ def _planned(program: TickProgram, run: TickRun, policy: IdlePolicy) -> TickRun:
     tables = program.tables
     may_loop = policy.skips and program.training
 
-    def planned(action: ActionPlan | None, microbatches: Table | None = None) -> ActionPlan | None:
+    def planned(action: ActionMode | None, microbatches: Table | None = None) -> ActionMode | None:
         if action is None:
             return None
         num_branches = max(1, len(action.splits)) * (len(action.chunks) if policy.skips else 1)
@@ -130,10 +130,10 @@ def describe_idle(program: TickProgram) -> str:
     for kind in ("forward", "backward", "weight"):
         ticks: dict[Idle, list[tuple[int, int]]] = {}
         for run in program.runs:
-            plan: ActionPlan | None = getattr(run, kind)
-            if plan is None or plan.idle is Idle.NEVER:
+            mode: ActionMode | None = getattr(run, kind)
+            if mode is None or mode.idle is Idle.NEVER:
                 continue
-            found = ticks.setdefault(plan.idle, [])
+            found = ticks.setdefault(mode.idle, [])
             start = found.pop()[0] if found and found[-1][1] == run.start else run.start
             found.append((start, run.stop))
         for idle, found in ticks.items():

@@ -156,7 +156,7 @@ class Idle(Enum):
 
 
 @dataclass(frozen=True)
-class ActionPlan:
+class ActionMode:
     """How the actions of one kind run in a run of ticks.
 
     Attributes:
@@ -213,9 +213,9 @@ class TickRun:
     next_activation_sends: Sends
     gradient_sends: Sends
     has_one_chunk: bool
-    forward: ActionPlan | None
-    backward: ActionPlan | None
-    weight: ActionPlan | None
+    forward: ActionMode | None
+    backward: ActionMode | None
+    weight: ActionMode | None
     loss: Idle | None = None
     first: Idle | None = None
     first_backward: Idle | None = None

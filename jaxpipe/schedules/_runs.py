@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from ._program import ActionPlan, Idle, Row, Sends, Table, Tables, TickProgram, TickRun
+from ._program import ActionMode, Idle, Row, Sends, Table, Tables, TickProgram, TickRun
 
 MAX_RUNS = 8
 """The maximum number of runs of a program; each run is compiled separately."""
@@ -102,8 +102,8 @@ def _run(piece: _Piece, tables: Tables[Table]) -> TickRun:
     )
 
 
-def _action(chunks: Sequence[Row], pending: Sequence[Row] = ()) -> ActionPlan:
-    """Return the plan of one kind of action from its chunks in some ticks."""
+def _action(chunks: Sequence[Row], pending: Sequence[Row] = ()) -> ActionMode:
+    """Return the mode of one kind of action from its chunks in some ticks."""
     found = {chunk for row in chunks for chunk in row}
     # Only split backwards write a slot for the operands of their weight gradient. Other kinds have
     # no such rows.
@@ -113,7 +113,7 @@ def _action(chunks: Sequence[Row], pending: Sequence[Row] = ()) -> ActionPlan:
         else []
     )
     splits = tuple(sorted({slot >= 0 for chunk, slot in at if chunk >= 0}))
-    return ActionPlan(
+    return ActionMode(
         Idle.BRANCH if -1 in found else Idle.NEVER, tuple(sorted(found - {-1})), splits
     )
 

@@ -8,7 +8,7 @@ import pytest
 from _numbers import Gain, Numbers, Scale
 
 from jaxpipe.executor._sums import GradientSums
-from jaxpipe.schedules import ActionPlan, Idle
+from jaxpipe.schedules import ActionMode, Idle
 from jaxpipe.state import Storage
 
 CHUNKS = 2
@@ -39,9 +39,9 @@ def values(trees: Any) -> list[list[float]]:
     return [[float(one[name]) for name in NAMES] for one in trees]
 
 
-def added(sums: GradientSums, plan: ActionPlan, chunk: int, grads: Any) -> list[list[float]]:
+def added(sums: GradientSums, mode: ActionMode, chunk: int, grads: Any) -> list[list[float]]:
     return values(
-        jax.jit(lambda chunk: sums.add_trunk(started(), plan, chunk, grads))(jnp.int32(chunk))
+        jax.jit(lambda chunk: sums.add_trunk(started(), mode, chunk, grads))(jnp.int32(chunk))
     )
 
 
@@ -58,25 +58,25 @@ def test_an_action_adds_to_its_own_chunk(sums: GradientSums, chunk: int) -> None
     wanted = values(started())
     wanted[chunk][0] += 1  # In bfloat16 256 + 1 is 256.
     wanted[chunk][1] += 3
-    several = ActionPlan(Idle.BRANCH, (0, 1), adds_in_loops=True)
+    several = ActionMode(Idle.BRANCH, (0, 1), adds_in_loops=True)
     assert added(sums, several, chunk, tree(1, 3)) == wanted
     # Of actions that are all of one chunk no loop need look for it.
     for in_loops in (False, True):
-        alone = ActionPlan(Idle.NEVER, (chunk,), adds_in_loops=in_loops)
+        alone = ActionMode(Idle.NEVER, (chunk,), adds_in_loops=in_loops)
         assert added(sums, alone, chunk, tree(1, 3)) == wanted
 
 
 def test_an_idle_action_adds_nothing_in_loops(sums: GradientSums) -> None:
-    plan = ActionPlan(Idle.COMPUTE, (0, 1), adds_in_loops=True)
-    assert added(sums, plan, -1, tree(1, 3)) == values(started())
+    mode = ActionMode(Idle.COMPUTE, (0, 1), adds_in_loops=True)
+    assert added(sums, mode, -1, tree(1, 3)) == values(started())
 
 
 def test_gradients_that_wait_leave_their_sums(sums: GradientSums) -> None:
-    plan = ActionPlan(Idle.NEVER, (0, 1), adds_in_loops=True)
-    assert added(sums, plan, 1, tree(None, 3)) == [[256, 1000], [512, 2003]]
-    assert added(sums, plan, 0, tree(1, None)) == [[257, 1000], [512, 2000]]
+    mode = ActionMode(Idle.NEVER, (0, 1), adds_in_loops=True)
+    assert added(sums, mode, 1, tree(None, 3)) == [[256, 1000], [512, 2003]]
+    assert added(sums, mode, 0, tree(1, None)) == [[257, 1000], [512, 2000]]
     before = started()
-    assert sums.add_trunk(before, plan, jnp.int32(0), tree(None, None)) is before
+    assert sums.add_trunk(before, mode, jnp.int32(0), tree(None, None)) is before
 
 
 def test_sums_off_the_trunk_are_wider_than_gradients(sums: GradientSums) -> None:

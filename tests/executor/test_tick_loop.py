@@ -22,7 +22,7 @@ from jaxpipe.executor._buffers import make_ring, read_ring, run_or_zeros, write_
 from jaxpipe.executor._tick_loop import Device, TickLoop
 from jaxpipe.executor._virtual_stage import VirtualStage
 from jaxpipe.schedules import (
-    ActionPlan,
+    ActionMode,
     Actions,
     Idle,
     IdlePolicy,
@@ -49,7 +49,7 @@ def make_loop(schedule: str, *, skip_idle: bool) -> TickLoop:
     }
     mesh = jaxpipe.mesh_for(model)
     pipeline = jaxpipe.make_pipeline(model, optax.sgd(0.1), config, mesh, (X, X))
-    program = with_idle(pipeline.plan.program, IdlePolicy(skips=skip_idle))
+    program = with_idle(pipeline.mode.program, IdlePolicy(skips=skip_idle))
     return TickLoop(pipeline.stage, program, sends_early=not skip_idle)
 
 
@@ -57,7 +57,7 @@ def make_loop(schedule: str, *, skip_idle: bool) -> TickLoop:
 class Forward(Action):
     """A forward that only says what it works on."""
 
-    plan: ActionPlan
+    mode: ActionMode
 
     def now(self, row: Row) -> Actions[jax.Array]:
         return row.forward
@@ -151,12 +151,12 @@ IDLE = [idle for idle in Idle if idle is not Idle.NEVER]
 def test_what_an_idle_action_leaves(idle: Idle, chunks: tuple[int, ...]) -> None:
     """A busy action adds its microbatch and chunk.
 
-    An idle one computes NaN, which is kept by no plan but one.
+    An idle one computes NaN, which is kept by no mode but one.
     """
-    plan = ActionPlan(idle, chunks, branches_on_chunk=idle is Idle.BRANCH)
+    mode = ActionMode(idle, chunks, branches_on_chunk=idle is Idle.BRANCH)
     placement = lower_schedule("interleaved", 2, 2).placement
 
-    action = Adding(plan)
+    action = Adding(mode)
 
     def run(microbatch: int, chunk: int) -> tuple[float, float]:
         entry = Actions(jnp.int32(microbatch), jnp.int32(chunk))
