@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -72,9 +71,13 @@ class Job:
     # The user's optimiser, if it is not the configuration's, and the one that is used.
     given_optimizer: optax.GradientTransformation | None
     transformation: optax.GradientTransformation
-    # Samples of a data replica.
+    # Samples of a replica's microbatch.
     microbatch_size: int
+    # Samples of a microbatch on all devices.
+    num_samples: int
     num_microbatches: int
+    # Devices along `fsdp` compute one microbatch together.
+    num_replicas: int
     _made: dict[tuple[str, Precision], Any] = dataclasses.field(default_factory=dict, init=False)
 
     @classmethod
@@ -107,7 +110,9 @@ class Job:
                 "a proof must have an optimizer, but got optimizer=None and a configuration "
                 "without the section optimizer. Pass for example optax.adamw(3e-4)."
             )
+        size = prepared.sizes.train_micro_batch_size_per_gpu
         steps = prepared.sizes.gradient_accumulation_steps
+        running = running_mesh(prepared.mesh, config).shape
         return cls(
             prepared.model,
             config,
@@ -116,47 +121,16 @@ class Job:
             topology,
             optimizer,
             prepared.chosen.transformation,
-            prepared.sizes.train_micro_batch_size_per_gpu,
+            size,
+            size * running["data"] * running.get(FSDP, 1),
             _microbatches(model.num_stages, steps),
+            running["data"],
         )
-
-    @functools.cached_property
-    def _running(self) -> Mapping[str, int]:
-        return running_mesh(self.mesh, self.config).shape
-
-    @property
-    def num_devices(self) -> int:
-        """Simulated devices of the whole mesh."""
-        return self.mesh.size
-
-    @property
-    def num_replicas(self) -> int:
-        """Replicas. Devices along `fsdp` compute one microbatch together."""
-        return self._running["data"]
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of a microbatch on all replicas."""
-        return self.microbatch_size * self.num_replicas * self._running.get(FSDP, 1)
 
     @property
     def num_terms(self) -> int:
         """Terms of a sum of gradients, which are also added up over `fsdp`."""
         return self.num_microbatches * self.num_samples // self.microbatch_size
-
-    @property
-    def checksum(self) -> str:
-        """The SHA-256 of the initial parameters and the first batch."""
-        found = hashlib.sha256()
-        for leaf in jax.tree.leaves((self.start(OWN).params, tuple(self.batch(0)))):
-            found.update(np.ascontiguousarray(leaf).tobytes())
-        return found.hexdigest()
-
-    @property
-    def has_one_sample(self) -> bool:
-        """Whether all microbatches are drawn from the values of a single sample."""
-        leaves = jax.tree.leaves(self.example)
-        return not any(isinstance(x, jax.ShapeDtypeStruct) or len(x) > 1 for x in leaves)
 
     def batch(self, seed: int) -> Batch:
         """Make a batch from the example's values, in another order for each seed."""

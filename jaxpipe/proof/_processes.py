@@ -29,13 +29,13 @@ def process_findings(
         yield NotCovered("a function cannot be sent to other processes. Run jaxpipe prove.")
         return
     # One of them is the number of replicas.
-    processes = 3 if job.num_devices % 2 else 2
+    processes = 3 if job.mesh.size % 2 else 2
     with tempfile.TemporaryDirectory(prefix="jaxpipe-prove-") as folder:
         to = Path(folder) / "steps.npz"
         launch = ("-m", "jaxpipe", "launch", "--nproc", str(processes), "--cpu-devices")
         if failed := failure_of(
             [
-                *(sys.executable, *launch, str(job.num_devices // processes)),
+                *(sys.executable, *launch, str(job.mesh.size // processes)),
                 *("--module", "jaxpipe.proof._member", "--to", str(to), *command),
             ]
         ):

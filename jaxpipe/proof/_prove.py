@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from jaxpipe._mesh import off_mesh
@@ -168,9 +170,9 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
             "schedule": job.config.pipeline.schedule,
             "microbatches": job.num_microbatches,
             **made.sizes,
-            **({"example": _ONE_SAMPLE} if job.has_one_sample else {}),
+            **({"example": _ONE_SAMPLE} if _has_one_sample(job) else {}),
             **({"not checked": ", ".join(left_out)} if left_out else {}),
-            "SHA-256 of parameters and batch": job.checksum,
+            "SHA-256 of parameters and batch": _checksum(job),
             **versions(),
         },
     )
@@ -216,6 +218,20 @@ def read_options(text: str) -> dict[str, Any]:
     # A job may also name arguments of `plan`, which a proof does not need.
     known = inspect.signature(made_job).parameters
     return {name: value for name, value in read_job(text, plan).items() if name in known}
+
+
+def _checksum(job: Job) -> str:
+    """Return the SHA-256 of the initial parameters and the first batch."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves((job.start(OWN).params, tuple(job.batch(0)))):
+        found.update(np.ascontiguousarray(leaf).tobytes())
+    return found.hexdigest()
+
+
+def _has_one_sample(job: Job) -> bool:
+    """Whether all microbatches are drawn from the values of a single sample."""
+    leaves = jax.tree.leaves(job.example)
+    return not any(isinstance(x, jax.ShapeDtypeStruct) or len(x) > 1 for x in leaves)
 
 
 _ONE_SAMPLE = "one sample, so that microbatches may have equal labels"

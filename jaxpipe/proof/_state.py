@@ -62,7 +62,7 @@ def state_findings(job: Job, saved: PipelineEngine) -> Iterator[Any]:
 def _other_stages(job: Job) -> list[int]:
     """Return one, and twice or half the job's number of stages, if layers and devices suffice."""
     own = job.module.num_stages
-    room = jax.device_count() * own // job.num_devices
+    room = jax.device_count() * own // job.mesh.size
     # Every chunk of a stage needs a layer.
     chunks = (len(job.pipeline(OWN).plan.parts) - 1) // own
     most = min(len(job.module.layers) // chunks, room)

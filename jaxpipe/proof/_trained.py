@@ -52,7 +52,7 @@ def made_engine(
         # Boundaries and a number of stages in the configuration are those of the job.
         pipeline = dataclasses.replace(config.pipeline, stages="auto", partition="best")
         config = dataclasses.replace(config, pipeline=pipeline)
-    number = job.num_devices // job.module.num_stages * stages
+    number = job.mesh.size // job.module.num_stages * stages
     engine, *_ = initialize(
         model=module,
         optimizer=job.given_optimizer,
