@@ -171,6 +171,12 @@ def test_what_no_family_computes_is_named(changes: dict[str, Any]) -> None:
         LlamaConfig(**SIZES, **changes).to_huggingface(64)
 
 
+def test_whole_numbers_are_written_as_such() -> None:
+    """`transformers` refuses Gemma's 16.0."""
+    written = LlamaConfig(**SIZES, **GEMMA).to_huggingface(64)
+    assert str(written["query_pre_attn_scalar"]) == "16"
+
+
 def test_a_configuration_does_not_forget_its_family() -> None:
     """Phi-3 computes what Mistral does, under other names."""
     config = LlamaConfig.from_huggingface({**SIZES, "model_type": "phi3", "sliding_window": 5})
