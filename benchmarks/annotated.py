@@ -365,7 +365,7 @@ def count(size: Size, form: str, attention: str, *, keep: bool) -> DeviceMemory:
         jaxpipe.plan(
             *(model, settings, (example, example), f"h200:{STAGES * PLACES}"),
             optimizer=optax.adamw(1e-4),
-            places=None if axis == "data" else {axis: PLACES},
+            axes=None if axis == "data" else {axis: PLACES},
             schedules=[str(settings.pipeline.schedule)],
             num_chunks=[size.chunks],
             partition=["trunk"],

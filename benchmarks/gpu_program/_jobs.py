@@ -181,7 +181,7 @@ class Job:
             self.example,
             f"{self.kind}:{self.num_devices}",
             optimizer=optax.adamw(1e-4),
-            places={"model": self.model} if self.model > 1 else None,
+            axes={"model": self.model} if self.model > 1 else None,
             alternatives=False,
             **{**own, **kwargs},
         )

@@ -172,18 +172,7 @@ class CheckpointWriter:
         # Everything that can be refused is refused before anything is locked or written.
         run_on_all(lambda: _check_client_state(run.client_state))
         hold = _snapshot if background else dict
-        frozen = (
-            {join_path(("params", *path)) for path in pipeline.trace.frozen}
-            if exclude_frozen
-            else set[str]()
-        )
-        leaves = {key: leaf for key, leaf in pipeline.states.catalog.items() if key not in frozen}
-        names = {span.array for leaf in leaves.values() for copy in leaf.copies for span in copy}
-        arrays = {
-            name: array
-            for name, array in state_arrays(state).items()
-            if name in names or not frozen
-        }
+        leaves, arrays = _chosen(pipeline, state, exclude_frozen=exclude_frozen)
         iterators = [json.loads(text) for text in gather_texts(json.dumps(run.data_iterator))]
         made = run_on_all(lambda: _prepare(folder, tag), who=[0])
         try:
@@ -217,18 +206,22 @@ class CheckpointWriter:
         del job
         lock = None if made is None else made.lock
         if background:
-            self._finish_at_exit()
-            self._ended.clear()
-            thread = threading.Thread(target=self._run, args=(finish, lock), name=f"save {tag}")
-            thread.start()
-            if (3, 12) <= sys.version_info < (3, 12, 2):
-                # These versions start no thread once the main thread has ended (CPython gh-113964),
-                # but Orbax starts some.
-                thread.join()
+            self._start(finish, lock, f"save {tag}")
         else:
             self._run(finish, lock)
             self.wait()
         return folder / tag
+
+    def _start(self, finish: Callable[[], None], lock: Lock | None, name: str) -> None:
+        """Finish a save in the background."""
+        self._finish_at_exit()
+        self._ended.clear()
+        thread = threading.Thread(target=self._run, args=(finish, lock), name=name)
+        thread.start()
+        if (3, 12) <= sys.version_info < (3, 12, 2):
+            # These versions start no thread once the main thread has ended (CPython gh-113964), but
+            # Orbax starts some.
+            thread.join()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk; all processes must call this.
@@ -537,6 +530,20 @@ def _failure(job: _Job, error: BaseException, *, is_there: bool, may_come: bool)
 def _first_line(error: BaseException) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:300]}"
+
+
+def _chosen(
+    pipeline: Pipeline, state: TrainState, *, exclude_frozen: bool
+) -> tuple[dict[str, Leaf], dict[str, jax.Array]]:
+    """Return the leaves to write, and the arrays that hold them."""
+    leaves = dict(pipeline.states.catalog)
+    arrays = state_arrays(state)
+    if not (exclude_frozen and pipeline.trace.frozen):
+        return leaves, arrays
+    for path in pipeline.trace.frozen:
+        leaves.pop(join_path(("params", *path)), None)
+    names = {span.array for leaf in leaves.values() for copy in leaf.copies for span in copy}
+    return leaves, {name: array for name, array in arrays.items() if name in names}
 
 
 def _snapshot(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -157,18 +157,7 @@ class Checkpointer:
             )
             return None, {}
         trainer = self._trainer
-        try:
-            undo = trainer.build_for(
-                load_struct(found.index.batch) if found.index.batch is not None else None
-            )
-        except Exception as error:  # a model may raise anything for shapes it does not support
-            layers = ", ".join(layer.name for layer in found.index.layers)
-            raise CheckpointError(
-                f"{found.path} must be of the model in use, but holds the layers {layers}, and the "
-                f"model's own layers failed for the batches of that checkpoint: {error} Build the "
-                "model from the same layers, or pass the shapes of its batches to "
-                "initialize(example_batch=...)."
-            ) from error
+        undo = self._build_for(found)
         trainer.block_until_ready()
         # Without an optimiser there is still a state to fill, but no use for optimiser state.
         optimizer = what.optimizer and not what.module_only and trainer.optimizer is not None
@@ -208,6 +197,22 @@ class Checkpointer:
             self._when_loaded()
         log(logging.INFO, "loaded %s, written after %d steps", found.path, found.index.global_steps)
         return str(found.path), dict(found.index.client_state)
+
+    def _build_for(self, found: Checkpoint) -> Callable[[], None]:
+        """Build the pipeline for the batches of a checkpoint; returns what undoes it."""
+        index = found.index
+        try:
+            return self._trainer.build_for(
+                None if index.batch is None else load_struct(index.batch)
+            )
+        except Exception as error:  # a model may raise anything for shapes it does not support
+            layers = ", ".join(layer.name for layer in index.layers)
+            raise CheckpointError(
+                f"{found.path} must be of the model in use, but holds the layers {layers}, and the "
+                f"model's own layers failed for the batches of that checkpoint: {error} Build the "
+                "model from the same layers, or pass the shapes of its batches to "
+                "initialize(example_batch=...)."
+            ) from error
 
     def save_on_preemption(
         self,

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import jax
@@ -156,27 +155,19 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     Reference:
         DeepSpeed's `deepspeed.initialize`.
     """
-    is_pipeline = isinstance(model, PipelineModule)
     # Before anything below asks JAX for devices, because after that a process cannot join others.
     if dist_init_required or (dist_init_required is None and names_other_processes()):
         init_distributed()
     meet("initialize", MEETING_TIMEOUT_S)
 
     def read() -> tuple[Prepared, TrainConfig, PyTree | None]:
-        if mpu is not None:
-            raise ConfigError(
-                f"mpu must be None, but got mpu={mpu!r}. The topology defines how devices are "
-                "used: pass PipelineModule(topology=...) instead."
-            )
+        _check_no_mpu(mpu)
         errors = Collector()
         module = _checked_model(model, loss_fn)
         settings = config_from_args(args, config, config_params, errors)
         prepared = prepare(module, settings, optimizer, lr_scheduler, mesh, errors)
-        return (
-            prepared,
-            settings,
-            None if model_parameters is None else read_params(model_parameters),
-        )
+        params = None if model_parameters is None else read_params(model_parameters)
+        return prepared, settings, params
 
     # An error in one process, such as a file that is missing there, raises in all processes.
     prepared, settings, model_parameters = cast(
@@ -198,58 +189,73 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
         handshake(mesh, HANDSHAKE_TIMEOUT_S)
     loader = None
     if training_data is not None:
-        shard = process_shard(mesh)
-        size = sizes.train_micro_batch_size_per_gpu * len(shard.replicas)
-        loader = BatchLoader(
-            training_data,
-            size,
-            seed=module.base_seed,
-            shuffle=shuffle,
-            collate_fn=collate_fn,
-            shard=shard,
-        )
-        left_out = len(training_data) % loader.total_size
-        if left_out:
-            log(
-                logging.WARNING,
-                "training_data: each epoch leaves out %d of %d samples%s, which fill no microbatch "
-                "of %d (train_micro_batch_size_per_gpu * replicas)",
-                left_out,
-                len(training_data),
-                ", others each time" if shuffle else "",
-                loader.total_size,
-            )
+        size = sizes.train_micro_batch_size_per_gpu
+        loader = _loader(training_data, size, module.base_seed, shuffle, collate_fn, mesh)
         if example_batch is None:
             entry = loader.batch(range(loader.total_size))
-            example_batch = (
-                entry if isinstance(entry, tuple | list) and len(entry) in (2, 3) else None
-            )
-    make = (
-        PipelineEngine
-        if is_pipeline
-        else partial(UnpipelinedEngine, further_inputs=further_inputs(model))
-    )
-    engine = cast(
-        "PipelineEngine | Any",
-        run_on_all(
-            lambda: make(
-                module,
-                chosen,
-                settings,
-                mesh,
-                model_parameters=model_parameters,
-                example_batch=example_batch,
-                data_iter=None if loader is None else RepeatingLoader(loader),
-                reporter=reporter,
-                monitors=monitors,
-            )
-        ),
-    )
+            is_example = isinstance(entry, tuple | list) and len(entry) in (2, 3)
+            example_batch = entry if is_example else None
+
+    def make() -> Any:
+        arguments: dict[str, Any] = {
+            "model_parameters": model_parameters,
+            "example_batch": example_batch,
+            "data_iter": None if loader is None else RepeatingLoader(loader),
+            "reporter": reporter,
+            "monitors": monitors,
+        }
+        if isinstance(model, PipelineModule):
+            return PipelineEngine(module, chosen, settings, mesh, **arguments)
+        return UnpipelinedEngine(
+            module, chosen, settings, mesh, **arguments, further_inputs=further_inputs(model)
+        )
+
+    engine: Any = run_on_all(make)
     if example_batch is not None:
         check_equal(
             lambda: {"shapes of layers": describe_state(engine.pipeline)}, ConfigError, SAME_START
         )
     return engine, engine.optimizer, loader, engine.lr_scheduler or None
+
+
+def _check_no_mpu(mpu: Any) -> None:
+    if mpu is not None:
+        raise ConfigError(
+            f"mpu must be None, but got mpu={mpu!r}. The topology defines how devices are "
+            "used: pass PipelineModule(topology=...) instead."
+        )
+
+
+def _loader(
+    training_data: Any,
+    microbatch_size: int,
+    seed: int,
+    shuffle: bool,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    mesh: Mesh,
+) -> BatchLoader[Any]:
+    """Make the loader of this process's samples; a warning says how many samples it leaves out."""
+    shard = process_shard(mesh)
+    loader = BatchLoader(
+        training_data,
+        microbatch_size * len(shard.replicas),
+        seed=seed,
+        shuffle=shuffle,
+        collate_fn=collate_fn,
+        shard=shard,
+    )
+    left_out = len(training_data) % loader.total_size
+    if left_out:
+        log(
+            logging.WARNING,
+            "training_data: each epoch leaves out %d of %d samples%s, which fill no microbatch "
+            "of %d (train_micro_batch_size_per_gpu * replicas)",
+            left_out,
+            len(training_data),
+            ", others each time" if shuffle else "",
+            loader.total_size,
+        )
+    return loader
 
 
 def _checked_model(model: Any, loss_fn: Callable[[PyTree, PyTree], Any] | None) -> PipelineModule:

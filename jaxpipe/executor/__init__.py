@@ -11,7 +11,7 @@ from ._metrics import (
     ReportedMetrics,
     UpdateMetrics,
 )
-from ._plan import Plan
+from ._plan import PipelinePlan
 from ._simulated import (
     compile_checked,
     compile_program,

@@ -4,6 +4,7 @@ The mode of an action says what a device does while its stage is idle, and this 
 """
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -113,9 +114,7 @@ def _branches(
     elif len(chunks) > 1:
         chunks = [jnp.maximum(action.chunk(row), 0)]
     return which, [
-        lambda function=function, chunk=chunk: function(
-            VirtualStage(stage, chunk, placement), carry, row, values
-        )
+        functools.partial(function, VirtualStage(stage, chunk, placement), carry, row, values)
         for function in action.functions
         for chunk in chunks
     ]

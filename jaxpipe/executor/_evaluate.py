@@ -1,6 +1,7 @@
 """The evaluation loop: a forward-only tick program that computes outputs or losses of a batch."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxpipe._typing import PyTree
 from jaxpipe.schedules import ActionMode, Actions, TickRun, TransferBuffers
 
-from ._actions import Action, Row, run_on_all_stages
+from ._actions import Action, Row, run_action, run_on_all_stages
 from ._arrays import Packed, Ring
 from ._batch import Microbatch
 from ._buffers import make_ring, write_ring_if
@@ -67,9 +68,7 @@ class EvaluateLoop(TickLoop):
 
         results = make_ring(jax.eval_shape(start), self.program.num_microbatches)
         carry = EvaluateCarry(activations=self.activations.empty(), results=results)
-        return self.scan(
-            device, lambda run, carry, row: self._tick(device, run, carry, row, measure), carry
-        ).results
+        return self.scan(device, functools.partial(self._tick, measure=measure), carry).results
 
     def _tick(
         self, device: Device, run: TickRun, carry: EvaluateCarry, row: Row, measure: Measure
@@ -92,7 +91,7 @@ class EvaluateLoop(TickLoop):
 
             assert run.forward is not None
             action = _Forward(run.forward, self.stage, device, batch, arrived)
-            _, output = self.run_action(device, action, None, row)
+            _, output = run_action(action, device.stage, self.stage.placement, None, row)
         activations = self.activations.send(
             activations, run.next_activation_sends, row.activations, device.stage, output
         )

@@ -17,7 +17,7 @@ from jaxpipe.schedules import (
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """Decisions on how a model is mapped to a pipeline.
 
     Attributes:

@@ -26,7 +26,7 @@ from ._batch import Microbatch, samples_spec
 from ._blueprint import Blueprint
 from ._epilogue import Epilogue
 from ._packing import Packing
-from ._plan import Plan
+from ._plan import PipelinePlan
 from ._prologue import Prologue
 from ._results import ForwardResult, StageBackwardResult
 from ._trunk import Trunk
@@ -61,7 +61,7 @@ class Stage:
     """
 
     def __init__(
-        self, module: PipelineModule, trace: ModelTrace, plan: Plan, *, trains: bool = True
+        self, module: PipelineModule, trace: ModelTrace, plan: PipelinePlan, *, trains: bool = True
     ) -> None:
         section = plan.config.pipeline
         split = plan.program.has_split_backward

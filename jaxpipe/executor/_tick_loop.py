@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.schedules import Table, TickProgram, TickRun
 from jaxpipe.state import Storage
 
-from ._actions import Action, Row, run_action
+from ._actions import Row
 from ._batch import DeviceBatch
 from ._exchange import Channel
 from ._stage import Stage, Weights
@@ -56,7 +56,7 @@ class TickLoop:
         )
 
     def scan(
-        self, device: Device, tick: Callable[[TickRun, _Carry, Row], _Carry], carry: _Carry
+        self, device: Device, tick: Callable[[Device, TickRun, _Carry, Row], _Carry], carry: _Carry
     ) -> _Carry:
         """Run all ticks, with one loop for each run of equal ticks, and return the last carry."""
         # One loop per run instead of one for all: a run without backwards has no code for them, and
@@ -64,7 +64,7 @@ class TickLoop:
         for run in self.program.runs:
 
             def body(carry: _Carry, row: Row, run: TickRun = run) -> tuple[_Carry, None]:
-                return tick(run, carry, row), None
+                return tick(device, run, carry, row), None
 
             # The name separates a tick's operations from those of the next tick in a profile, where
             # a run is not a loop.
@@ -81,18 +81,6 @@ class TickLoop:
             return jnp.asarray([row[run.start : run.stop] for row in table], jnp.int32)[stage]
 
         return jax.tree.map(rows, self.program.tables, is_leaf=lambda x: type(x) is tuple)
-
-    def run_action(
-        self,
-        device: Device,
-        action: Action,
-        carry: _Carry,
-        row: Row,
-        values: PyTree = None,
-        nothing: PyTree = None,
-    ) -> tuple[_Carry, Any]:
-        """Run a tick's action; see `run_action` of `_actions`."""
-        return run_action(action, device.stage, self.stage.placement, carry, row, values, nothing)
 
     def entering(self, device: Device, index: jax.Array, *, train: bool) -> PyTree:
         """Run the vocabulary-parallel first layers on a microbatch, on all stages together."""

@@ -12,7 +12,7 @@ from jaxpipe._typing import PyTree
 from jaxpipe.schedules import ActionMode, Actions, Idle, TickProgram, TickRun
 from jaxpipe.state import Storage
 
-from ._actions import Action, Compute, Row
+from ._actions import Action, Compute, Row, run_action
 from ._arrays import Packed, Prepared, Residuals
 from ._batch import Microbatch
 from ._buffers import (
@@ -91,13 +91,13 @@ class TrainLoop(TickLoop):
             reported=jnp.zeros((program.num_chunks, stage.num_reported), jnp.float32),
             loss_reported=jnp.zeros((len(stage.epilogue.aux.names),), jnp.float32),
         )
-        carry = self.scan(
-            device, lambda run, carry, row: self._tick(device, run, carry, row), carry
-        )
+        carry = self.scan(device, self._tick, carry)
         return carry._replace(vocab=self.vocab.end(device, carry.vocab))
 
     def _tick(self, device: Device, run: TickRun, carry: TrainCarry, row: Row) -> TrainCarry:
         inputs = carry.vocab.entering
+        stage = device.stage
+        placement = self.stage.placement
         carry, activation, gradient = self._receive(device, run, carry, row)
         # Outside all actions: idle stages take part too when inputs and labels are gathered from
         # shards.
@@ -112,17 +112,17 @@ class TrainLoop(TickLoop):
         if run.forward is not None:
             forward = Forward(run.forward, self, device, run, labels, gradients.of_loss)
             values = ForwardValues(inputs, activation, gradient)
-            carry, gradients = self.run_action(device, forward, carry, row, values, gradients)
+            carry, gradients = run_action(forward, stage, placement, carry, row, values, gradients)
         # With one virtual stage there is no separate backward: the epilogue is the whole model with
         # the loss.
         if run.backward is not None and self.stage.last:
             with jax.named_scope("backward"):
                 backward = Backward(run.backward, self, device, run)
-                carry, _ = self.run_action(device, backward, carry, row, gradients)
+                carry, _ = run_action(backward, stage, placement, carry, row, gradients)
         if run.weight is not None and self.stage.last:
             with jax.named_scope("weight_gradient"):
                 weight = Weight(run.weight, self, device)
-                carry, _ = self.run_action(device, weight, carry, row)
+                carry, _ = run_action(weight, stage, placement, carry, row)
         return carry
 
     def _receive(

@@ -115,7 +115,7 @@ class Queue(NamedTuple):
         return cls(order, starts, loads, jnp.argsort(order) - _taken(starts, chosen))
 
 
-class Places(NamedTuple):
+class Routes(NamedTuple):
     """Which choices have which slots. In all groups, it begins with a dim G."""
 
     # The choice in each slot, `[E, room]`, or `choices * N` if it is empty.
@@ -220,38 +220,38 @@ def within_capacity(chosen: jax.Array, num_experts: int, capacity: int, samples:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dispatch(groups: Groups, num_rows: int, x: jax.Array, places: Places) -> jax.Array:
+def _dispatch(groups: Groups, num_rows: int, x: jax.Array, routes: Routes) -> jax.Array:
     """Copy rows `[G, num_rows, H]` of tokens or choices to slots `[E, G / P, P * room, H]`."""
 
     # Linear, and the transpose of `_combine`. Both read rows at indices, because an addition at
     # indices would be in any order on GPUs.
-    def run(x: jax.Array, places: Places) -> jax.Array:
+    def run(x: jax.Array, routes: Routes) -> jax.Array:
         # Empty slots hold a choice beyond the last.
-        is_used = places.choices < len(places.slots)
-        return groups.sent(_taken(x, jnp.where(is_used, places.choices % num_rows, num_rows)))
+        is_used = routes.choices < len(routes.slots)
+        return groups.sent(_taken(x, jnp.where(is_used, routes.choices % num_rows, num_rows)))
 
-    return groups.on_devices(run, ("g", "g"), "eg")(x, places)
+    return groups.on_devices(run, ("g", "g"), "eg")(x, routes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _combine(groups: Groups, num_rows: int, y: jax.Array, places: Places) -> jax.Array:
+def _combine(groups: Groups, num_rows: int, y: jax.Array, routes: Routes) -> jax.Array:
     """Sum the slots of each row, `[E, G / P, P * room, H]` to `[G, num_rows, H]`."""
 
-    def run(y: jax.Array, places: Places) -> jax.Array:
+    def run(y: jax.Array, routes: Routes) -> jax.Array:
         rows = groups.returned(y).reshape(-1, y.shape[-1])
-        return _taken(rows, places.slots).reshape(-1, num_rows, y.shape[-1]).sum(0)
+        return _taken(rows, routes.slots).reshape(-1, num_rows, y.shape[-1]).sum(0)
 
-    return groups.on_devices(run, ("eg", "g"), "g")(y, places)
+    return groups.on_devices(run, ("eg", "g"), "g")(y, routes)
 
 
 def _derive(linear: Any, transpose: Any) -> None:
-    """Give a linear function of rows its transpose as derivative; places have none."""
+    """Give a linear function of rows its transpose as derivative; routes have none."""
 
-    def forward(groups: Groups, num_rows: int, rows: Any, places: Any) -> tuple[Any, Any]:
-        return linear(groups, num_rows, rows, places), places
+    def forward(groups: Groups, num_rows: int, rows: Any, routes: Any) -> tuple[Any, Any]:
+        return linear(groups, num_rows, rows, routes), routes
 
-    def backward(groups: Groups, num_rows: int, places: Any, rows: Any) -> tuple[Any, None]:
-        return transpose(groups, num_rows, rows, places), None
+    def backward(groups: Groups, num_rows: int, routes: Any, rows: Any) -> tuple[Any, None]:
+        return transpose(groups, num_rows, rows, routes), None
 
     linear.defvjp(forward, backward)
 
@@ -278,12 +278,12 @@ def mixture(
     """
     (num_experts, *_), num_tokens = weights.gate.shape, x.shape[1]
 
-    def line_up(chosen: jax.Array) -> tuple[Queue, Places]:
+    def line_up(chosen: jax.Array) -> tuple[Queue, Routes]:
         return _line_up(chosen, num_experts, room)
 
     chosen = _by_choice(chosen)
     gates = _by_choice(gates)
-    queue, places = groups.on_devices(line_up, ("g",), ("g", "g"))(chosen)
+    queue, routes = groups.on_devices(line_up, ("g",), ("g", "g"))(chosen)
 
     def by_group(w: jax.Array) -> jax.Array:
         # A device adds its gradients up before they are summed over `fsdp`, once.
@@ -300,12 +300,12 @@ def mixture(
         biases = (None if bias is None else bias[:, None] for bias in weights[3:])
         weights = ExpertWeights(*weights[:3], *biases)
         equation = "egch,ehi->egci"
-    sent: Any = _dispatch(groups, num_tokens, x, places)
+    sent: Any = _dispatch(groups, num_tokens, x, routes)
     # By choice and not by token, because each choice has its own gate.
-    factors: Any = _dispatch(groups, chosen.shape[1], gates[..., None], places)
+    factors: Any = _dispatch(groups, chosen.shape[1], gates[..., None], routes)
     pin = partial(groups.pinned, features=groups.features)
     made = feed_forward(weights, sent, factors[..., 0], equation, pin)
-    y: Any = _combine(groups, num_tokens, groups.pinned(made), places)
+    y: Any = _combine(groups, num_tokens, groups.pinned(made), routes)
     if not has_rest:
         return y
     rounds = _Rounds(groups, feed_forward, room, min(BLOCK, room))
@@ -317,7 +317,7 @@ def _by_choice(values: jax.Array) -> jax.Array:
     return values.swapaxes(1, 2).reshape(len(values), -1)
 
 
-def _line_up(chosen: jax.Array, num_experts: int, room: int) -> tuple[Queue, Places]:
+def _line_up(chosen: jax.Array, num_experts: int, room: int) -> tuple[Queue, Routes]:
     queue = Queue.of(chosen, num_experts)
     turns = jnp.arange(room)[None]
     found = _taken(queue.order, queue.starts[:, None] + turns)
@@ -325,7 +325,7 @@ def _line_up(chosen: jax.Array, num_experts: int, room: int) -> tuple[Queue, Pla
     choices = jnp.where(turns < queue.loads[:, None], found, len(chosen))
     has_slot = (chosen < num_experts) & (queue.ranks < room)
     slots = jnp.where(has_slot, chosen * room + queue.ranks, num_experts * room)
-    return queue, Places(choices, slots)
+    return queue, Routes(choices, slots)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Schedule, cut, memory and time of candidates.
 """
 
 from ._calibrate import communicators, reference_hardware, usable_bytes
-from ._choose import Asked, auto_schedules, candidates, limits_pending, ranked, with_schedule
+from ._choose import SearchSpace, auto_schedules, candidates, limits_pending, ranked, with_schedule
 from ._costs import Counted
 from ._devices import AbsentDevice, absent_devices
 from ._forecast import (

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from jaxpipe.executor import Plan, stream_bytes
+from jaxpipe.executor import PipelinePlan, stream_bytes
 from jaxpipe.partition import cut_stages
 from jaxpipe.schedules import PipeSchedule, TickProgram
 from jaxpipe.state import ModelParams, find_vocab_layers
@@ -97,7 +97,7 @@ class Candidate:
         seconds = times / job.mesh.devices.size / job.hardware.flops_per_s
         return seconds * sum(x.flops for x in every), seconds * sum(x.whole_flops for x in every)
 
-    def _plan(self, schedule: type[PipeSchedule], num_microbatches: int) -> Plan:
+    def _plan(self, schedule: type[PipeSchedule], num_microbatches: int) -> PipelinePlan:
         """Return the plan of the pipeline with this cut for a schedule and some microbatches."""
         job = self._job
         # The class already has the requested chunks and pending weight gradients.
@@ -111,7 +111,7 @@ class Candidate:
             self._boundaries,
         )
 
-    def _params(self, plan: Plan) -> ModelParams:
+    def _params(self, plan: PipelinePlan) -> ModelParams:
         job = self._job
         return ModelParams(
             self._trace,
@@ -128,7 +128,7 @@ class Candidate:
         """Number of replicas over which the master parameters are divided."""
         return self._job.mesh.shape["data"] if self._job.config.zero_optimization.stage else 1
 
-    def _memory(self, plan: Plan, params: ModelParams) -> DeviceMemory:
+    def _memory(self, plan: PipelinePlan, params: ModelParams) -> DeviceMemory:
         job = self._job
         trace = self._trace
         program = plan.program
@@ -201,7 +201,7 @@ class Candidate:
             )
         return found
 
-    def _wire(self, plan: Plan, params: ModelParams) -> Wire:
+    def _wire(self, plan: PipelinePlan, params: ModelParams) -> Wire:
         trace = self._trace
         hardware = self._job.hardware
         num_stages = self._job.module.num_stages

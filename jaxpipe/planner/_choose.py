@@ -28,7 +28,7 @@ _CHUNK_COUNTS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchSpace:
     """The candidates to evaluate.
 
     Attributes:
@@ -47,14 +47,14 @@ class Asked:
     recompute: tuple[int, ...] = ()
 
     @staticmethod
-    def of(section: PipelineConfig) -> "Asked":
+    def of(section: PipelineConfig) -> "SearchSpace":
         """Return the candidates that a configuration leaves open."""
         num_chunks = unless_auto(section.num_chunks)
         name = section.schedule
         if isinstance(name, str) and name != "auto":
-            return Asked((name,), (resolve_schedule(name, num_chunks).num_chunks,), None)
+            return SearchSpace((name,), (resolve_schedule(name, num_chunks).num_chunks,), None)
         counts = None if num_chunks is None else (num_chunks,)
-        return Asked(auto_schedules(), counts, unless_auto(section.max_pending_weights))
+        return SearchSpace(auto_schedules(), counts, unless_auto(section.max_pending_weights))
 
 
 def auto_schedules() -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def limits_pending(section: PipelineConfig) -> bool:
     return is_open and kind is not None and kind.min_pending is not None
 
 
-def candidates(job: Job, asked: Asked) -> list[Forecast]:
+def candidates(job: Job, space: SearchSpace) -> list[Forecast]:
     """Evaluate all candidates of a job, in the requested order.
 
     A candidate with split backwards that does not fit is followed by a second one, limited to as
@@ -77,12 +77,12 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
     """
     found = dict[tuple[Any, ...], Forecast]()
     errors = list[PartitionError | ScheduleError]()
-    for interval in asked.recompute or (job.module.activation_checkpoint_interval,):
+    for interval in space.recompute or (job.module.activation_checkpoint_interval,):
         counted = job.counted.recomputing(interval)
-        for method in asked.partitions or (job.module.partition_method,):
+        for method in space.partitions or (job.module.partition_method,):
             try:
                 module = counted.module.replace(partition_method=method)
-                some = _of_method(dataclasses.replace(job, module=module, counted=counted), asked)
+                some = _of_method(dataclasses.replace(job, module=module, counted=counted), space)
             except (PartitionError, ScheduleError) as error:
                 errors.append(error)
                 continue
@@ -95,7 +95,7 @@ def candidates(job: Job, asked: Asked) -> list[Forecast]:
     return list(found.values())
 
 
-def _of_method(job: Job, asked: Asked) -> list[Forecast]:
+def _of_method(job: Job, space: SearchSpace) -> list[Forecast]:
     """Evaluate the candidates with the partition method and the recompute of the job's model."""
     found = list[Forecast]()
     errors = list[PartitionError]()
@@ -110,9 +110,9 @@ def _of_method(job: Job, asked: Asked) -> list[Forecast]:
             ),
         )
 
-    for name in asked.schedules:
-        most = None if schedule_names()[name].min_pending is None else asked.max_pending
-        for num_chunks in _chunk_counts(name, job, asked):
+    for name in space.schedules:
+        most = None if schedule_names()[name].min_pending is None else space.max_pending
+        for num_chunks in _chunk_counts(name, job, space):
             schedule = resolve_schedule(name, num_chunks, most)
             try:
                 candidate = cut(num_chunks * job.module.num_stages, _memory(job, schedule))
@@ -127,7 +127,7 @@ def _of_method(job: Job, asked: Asked) -> list[Forecast]:
                     candidate.forecast(name, resolve_schedule(name, num_chunks, fewer), fewer)
                 )
     if not found:
-        raise errors[0] if errors else _no_chunks(asked)
+        raise errors[0] if errors else _no_chunks(space)
     return found
 
 
@@ -155,11 +155,11 @@ def with_schedule(section: PipelineConfig, one: Forecast) -> PipelineConfig:
     )
 
 
-def _chunk_counts(name: str, job: Job, asked: Asked) -> list[int]:
+def _chunk_counts(name: str, job: Job, space: SearchSpace) -> list[int]:
     """Return the numbers of chunks to evaluate that a schedule supports."""
     kind = schedule_names()[name]
     method = job.module.partition_method
-    counts = asked.num_chunks
+    counts = space.num_chunks
     if counts is None and not isinstance(method, str):
         counts = (max(1, (len(method) - 1) // job.module.num_stages),)
     if counts is None:
@@ -184,9 +184,9 @@ def _fitting_pending(job: Job, one: Forecast) -> int:
     return max(0, int(room / (one.memory.pending / one.pending)))
 
 
-def _no_chunks(asked: Asked) -> ScheduleError:
-    names = ", ".join(map(repr, asked.schedules))
-    counts = asked.num_chunks
+def _no_chunks(space: SearchSpace) -> ScheduleError:
+    names = ", ".join(map(repr, space.schedules))
+    counts = space.num_chunks
     return ScheduleError(
         f"num_chunks must suit one of the schedules {names}, but got "
         f"num_chunks={list(counts or ())}. Leave it out, or add 'interleaved' to the schedules."

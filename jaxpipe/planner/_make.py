@@ -5,12 +5,12 @@ import logging
 from collections.abc import Sequence
 
 from jaxpipe.distributed import log
-from jaxpipe.executor import Plan
+from jaxpipe.executor import PipelinePlan
 from jaxpipe.partition import profile_source
 from jaxpipe.schedules import lower_schedule
 
 from ._calibrate import hardware_of, limit_of, reference_hardware
-from ._choose import CLEAR_GAIN, Asked, candidates, limits_pending, ranked, with_schedule
+from ._choose import CLEAR_GAIN, SearchSpace, candidates, limits_pending, ranked, with_schedule
 from ._cut import costs_for_cut, cut_parts, log_cut, stage_memory
 from ._forecast import Forecast, candidate_table
 from ._job import Job
@@ -19,7 +19,7 @@ from ._notes import notes_on_cut
 from ._plan import plan_cut, schedule_of
 
 
-def make_plan(job: Job, parts: Sequence[int] | None = None) -> Plan:
+def make_plan(job: Job, parts: Sequence[int] | None = None) -> PipelinePlan:
     """Make all decisions that the configuration leaves open; all processes must call this function.
 
     The boundaries `parts`, for instance from another plan for the same model, are kept if given.
@@ -34,7 +34,7 @@ def make_plan(job: Job, parts: Sequence[int] | None = None) -> Plan:
     is_given = parts is not None
     if section.schedule == "auto" or limits_pending(section):
         weighed = _weighed(job, parts)
-        found = ranked(candidates(weighed, Asked.of(section)))
+        found = ranked(candidates(weighed, SearchSpace.of(section)))
         best = found[0]
         costs = weighed.cut_costs
         choice = _said(weighed, found)

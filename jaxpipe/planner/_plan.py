@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.config import PipelineConfig, unless_auto
 from jaxpipe.errors import ConfigError
-from jaxpipe.executor import Plan, loops_idle, waits_in_branches
+from jaxpipe.executor import PipelinePlan, loops_idle, waits_in_branches
 from jaxpipe.layers import PipelineModule
 from jaxpipe.partition import cut_stages
 from jaxpipe.schedules import (
@@ -35,7 +35,7 @@ This is less than the exchanges of the losses between hosts would take.
 
 def plan_cut(
     job: Job, section: PipelineConfig, signatures: Sequence[Hashable], parts: Sequence[int]
-) -> Plan:
+) -> PipelinePlan:
     """Make the decisions that follow from a schedule and a cut.
 
     Nothing is measured, and the mesh's devices may be absent. `section` is the section `pipeline`
@@ -76,7 +76,9 @@ def plan_cut(
     )
     config = dataclasses.replace(config, pipeline=section)
     program = with_idle(program, idle)
-    return Plan(config, schedule, program, idle, tuple(signatures), tuple(parts), sends_early)
+    return PipelinePlan(
+        config, schedule, program, idle, tuple(signatures), tuple(parts), sends_early
+    )
 
 
 def schedule_of(section: PipelineConfig) -> type[PipeSchedule]:

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ._calibrate import limit_of
-from ._choose import Asked, candidates, ranked
+from ._choose import SearchSpace, candidates, ranked
 from ._forecast import Forecast, gigabytes
 from ._job import Job
 
@@ -25,7 +25,7 @@ def choose_split(whole: Job, split: Job) -> SplitChoice:
         limited = dataclasses.replace(
             job, config=whole.config, limit_bytes=limit_of(section, job.mesh)
         )
-        found.append(ranked(candidates(limited, Asked.of(section)))[0])
+        found.append(ranked(candidates(limited, SearchSpace.of(section)))[0])
     return SplitChoice(ranked(found)[0] is found[1], _reason(*found))
 
 

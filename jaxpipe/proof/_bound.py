@@ -134,10 +134,9 @@ def distance(found: Any, wanted: Any) -> float:
     is_finite = np.isfinite(wanted)
     if not np.array_equal(found[~is_finite], wanted[~is_finite], equal_nan=True):
         return math.inf
-    apart = np.abs(found[is_finite] - wanted[is_finite])
-    apart = float(np.sqrt(np.sum(apart**2)))
+    norm = float(np.linalg.norm(found[is_finite] - wanted[is_finite]))
     # It is NaN where only `found` is, and NaN exceeds no bound.
-    return apart if math.isfinite(apart) else math.inf
+    return norm if math.isfinite(norm) else math.inf
 
 
 def wide(x: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxpipe._files import write_file
 from jaxpipe.distributed import simulate_devices
 from jaxpipe.errors import ConfigError, shown
-from jaxpipe.tools import call_job, job_parser, read_places, run_command, writable_file
+from jaxpipe.tools import call_job, job_parser, read_axes, run_command, writable_file
 
 from ._peer import prove_peer
 from ._proof import Claim, Proof
@@ -47,13 +47,11 @@ def _prove(args: argparse.Namespace) -> bool:
 
 
 def _proof(args: argparse.Namespace) -> Proof:
-    places = read_places(args.places)
-    options: dict[str, Any] = read_options(args.job) | (
-        {} if places is None else {"places": places}
-    )
+    axes = read_axes(args.axes)
+    options: dict[str, Any] = read_options(args.job) | ({} if axes is None else {"axes": axes})
     # From these arguments `_member` makes the same job in another process.
     command = [*(["--as-is"] if args.as_is else []), args.job]
-    command += [] if args.places is None else ["--places", args.places]
+    command += [] if args.axes is None else ["--axes", args.axes]
     return prove_named(
         **options,
         hardware=args.hardware,

@@ -87,19 +87,19 @@ class Job:
         config: ConfigLike,
         example_batch: Sequence[PyTree],
         optimizer: optax.GradientTransformation | None,
-        places: Mapping[str, int],
+        axes: Mapping[str, int],
     ) -> "Job":
         """Put a model on simulated devices."""
         errors = Collector()
         config = load_config(config, errors)
-        model = on_simulated(model, config, places)
+        model = on_simulated(model, config, axes)
         topology = topology_of(model)
-        axes = axes_of(topology)
-        config = _sized(config, axes["data"])
-        num_devices = math.prod(axes.values())
+        lengths = axes_of(topology)
+        config = _sized(config, lengths["data"])
+        num_devices = math.prod(lengths.values())
         if num_devices > jax.device_count():
             raise TopologyError(
-                f"a proof must have a simulated device for each of {axes}, but got "
+                f"a proof must have a simulated device for each of {lengths}, but got "
                 f"{jax.device_count()} devices. Call jax.config.update('jax_num_cpu_devices', "
                 f"{num_devices}) before anything else uses JAX, or run jaxpipe prove."
             )
@@ -318,18 +318,18 @@ class Job:
 
 
 def on_simulated(
-    model: PipelineModule, config: TrainConfig, places: Mapping[str, int]
+    model: PipelineModule, config: TrainConfig, axes: Mapping[str, int]
 ) -> PipelineModule:
-    """Return a model on its stages, two or three replicas, its own further axes and `places`."""
+    """Return a model on its stages, two or three replicas, its own further axes and `axes`."""
     own = {} if model.given_topology is None else axes_of(model.given_topology)
-    if taken := {"data", "pipe", "stage"} & set(places):
+    if taken := {"data", "pipe", "stage"} & set(axes):
         raise ConfigError(
-            f"places must be further axes of the mesh, but got {sorted(taken)[0]!r}. A proof has "
+            f"axes must be further axes of the mesh, but got {sorted(taken)[0]!r}. A proof has "
             f"the model's {model.num_stages} stages and few replicas. Leave it out."
         )
     # The model's own axes stay, because layers may name them in constraints. A length that divides
     # their own divides the dims that they divide.
-    further = {**{name: least_divisor(length) for name, length in own.items()}, **places}
+    further = {**{name: least_divisor(length) for name, length in own.items()}, **axes}
     others = model.num_stages * math.prod(
         length for name, length in further.items() if name not in ("data", "pipe")
     )

@@ -92,9 +92,9 @@ def _tapped_differences(job: Job, precision: Precision) -> list[str]:
     for named in taps:
         key = f"{named.name}/{_TAP}"
         size = max(abs(wanted[f"{key}_size"]), 1.0)
-        apart = abs(_joined(found, key, job.num_terms) - _joined(wanted, key, job.num_terms))
+        difference = abs(_joined(found, key, job.num_terms) - _joined(wanted, key, job.num_terms))
         # Not `>`, which is false of NaN.
-        if not apart <= allowed * size + _FINEST:
+        if not difference <= allowed * size + _FINEST:
             names.append(named.name)
     return names
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxpipe.distributed import init_distributed
-from jaxpipe.tools import read_places
+from jaxpipe.tools import read_axes
 
 from ._optimizing import optimizing
 from ._processes import steps_of
@@ -21,13 +21,13 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--to", type=Path)
     parser.add_argument("--as-is", action="store_true")
-    parser.add_argument("--places")
+    parser.add_argument("--axes")
     parser.add_argument("job")
     args = parser.parse_args(argv)
     init_distributed(verbose=False)
     options = read_options(args.job)
-    if args.places is not None:
-        options["places"] = read_places(args.places)
+    if args.axes is not None:
+        options["axes"] = read_axes(args.axes)
     made = made_job(**options, as_is=args.as_is)
     with optimizing(fully=not made.is_small):
         found = steps_of(made.job)

@@ -20,7 +20,7 @@ def program_findings(
     config: TrainConfig,
     example_batch: Sequence[PyTree],
     optimizer: optax.GradientTransformation | None,
-    places: Mapping[str, int] | None,
+    axes: Mapping[str, int] | None,
     hardware: tuple[Hardware, int],
 ) -> Iterator[Any]:
     """Compile the step of the job at its own sizes, and read what its loops hold."""
@@ -32,7 +32,7 @@ def program_findings(
             example_batch,
             hardware,
             optimizer=optimizer,
-            places=places,
+            axes=axes,
             schedules=[schedule] if isinstance(schedule, str) and schedule != "auto" else None,
             partition=[model.partition_method],
             alternatives=False,

@@ -51,7 +51,7 @@ def prove(  # noqa: PLR0913  # one argument for each choice
     example_batch: Sequence[PyTree],
     *,
     optimizer: optax.GradientTransformation | None = None,
-    places: Mapping[str, int] | None = None,
+    axes: Mapping[str, int] | None = None,
     hardware: str | tuple[Hardware, int] | None = None,
     quick: bool = False,
     as_is: bool = False,
@@ -59,7 +59,7 @@ def prove(  # noqa: PLR0913  # one argument for each choice
 ) -> Proof:
     """Prove that a job's pipeline computes what its layers compute one after another.
 
-    The proof runs on simulated devices: the job's stages, two replicas, and the axes of `places`.
+    The proof runs on simulated devices: the job's stages, two replicas, and the axes of `axes`.
     A plain program runs the same microbatches one after another on one device, without any code of
     the pipeline. Results may differ by what rounding explains: the bound of each result is derived
     from the number of rounded operations, the dtype and the result's measured sensitivity to
@@ -73,7 +73,7 @@ def prove(  # noqa: PLR0913  # one argument for each choice
             side)`, as arrays or shapes with leaves `[samples, ...]`. The proof draws its samples
             from the values.
         optimizer: An optax transformation. None: the optimiser of the configuration.
-        places: Lengths of additional axes of the mesh, such as `{"model": 2}`. By default, each
+        axes: Lengths of additional axes of the mesh, such as `{"model": 2}`. By default, each
             further axis of the model's topology has the smallest length that divides its own.
         hardware: Name and number of devices, such as `"h200:8"`, as for `plan`. The step of the
             whole job is compiled for them, without a device. None: it is not compiled.
@@ -97,7 +97,7 @@ def prove(  # noqa: PLR0913  # one argument for each choice
         config,
         example_batch,
         optimizer=optimizer,
-        places=places,
+        axes=axes,
         hardware=hardware,
         quick=quick,
         as_is=as_is,
@@ -136,26 +136,13 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
             lambda x: jax.ShapeDtypeStruct((job.microbatch_size, *x.shape[1:]), x.dtype),
             tuple(example_batch),
         )
-        given = job.config, one, job.given_optimizer, how.get("places"), target
+        given = job.config, one, job.given_optimizer, how.get("axes"), target
         return program_findings(model, *given)
 
     checks = _checks(job, program, command)
-    names = checks if only is None else only
-    if not names:
-        raise ConfigError(
-            f"only must name claims, which are {', '.join(checks)}, but got none. Leave it out for "
-            "all of them."
-        )
-    if quick and only is None:
-        # Without float64, only the job's dtypes compare numbers.
-        more = {"program": target, "dtypes": not job.finest.is_double}
-        names = [name for name in checks if name in _QUICK or more.get(name)]
-    unknown = set(names) - set(checks)
-    if unknown:
-        raise ConfigError(
-            f"only must name claims, which are {', '.join(checks)}, but got {sorted(unknown)}. "
-            "Leave it out for all of them."
-        )
+    # Without float64, only the job's dtypes compare numbers.
+    more = {"program": target is not None, "dtypes": not job.finest.is_double}
+    names = _names(list(checks), only, quick=quick, more=more)
     left_out = [name for name in checks if name not in names]
     chosen = {name: checks[name] for name in checks if name in names}
     # The setting holds for all programs of a process, so only the command changes it.
@@ -178,6 +165,21 @@ def prove_named(  # noqa: PLR0913  # those of `prove`
     )
 
 
+def _names(
+    known: Sequence[str], only: Sequence[str] | None, *, quick: bool, more: Mapping[str, bool]
+) -> Sequence[str]:
+    """Return the claims to check; `more` are those that a quick proof has under a condition."""
+    if only is None:
+        return [name for name in known if not quick or name in _QUICK or more.get(name)]
+    unknown = sorted(set(only) - set(known))
+    if unknown or not only:
+        raise ConfigError(
+            f"only must name claims, which are {', '.join(known)}, but got {unknown or 'none'}. "
+            "Leave it out for all of them."
+        )
+    return only
+
+
 class Made(NamedTuple):
     """A job at the sizes of its proof."""
 
@@ -194,22 +196,20 @@ def made_job(
     example_batch: Sequence[PyTree],
     *,
     optimizer: optax.GradientTransformation | None = None,
-    places: Mapping[str, int] | None = None,
+    axes: Mapping[str, int] | None = None,
     as_is: bool = False,
 ) -> Made:
     """Make the small copy of a job that is proved."""
     config = load_config(config)
     check_example(example_batch)
-    model = on_simulated(model, config, places or {})
+    model = on_simulated(model, config, axes or {})
     if as_is:
-        return Made(
-            Job.of(model, config, example_batch, optimizer, places or {}), {}, is_small=False
-        )
+        return Made(Job.of(model, config, example_batch, optimizer, axes or {}), {}, is_small=False)
     narrow = narrowed(model, example_batch, config.pipeline)
     sizes = "small sizes, " if narrow.has_small_sizes else ""
     why = f" ({narrow.why})" if narrow.why else ""
     text = f"{sizes}{len(narrow.model.layers)} of {len(model.layers)} layers{why}"
-    job = Job.of(narrow.model, config, narrow.example, optimizer, places or {})
+    job = Job.of(narrow.model, config, narrow.example, optimizer, axes or {})
     return Made(job, {"narrowed": text}, is_small=narrow.is_small)
 
 

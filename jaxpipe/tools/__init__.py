@@ -5,8 +5,8 @@ from ._compile import CompiledStep, compilable_devices
 from ._job import (
     call_job,
     job_parser,
+    read_axes,
     read_job,
-    read_places,
     run_command,
     writable_file,
 )

@@ -13,7 +13,7 @@ from jaxpipe._paths import local_path
 from jaxpipe.errors import ConfigError, printable, shown
 from jaxpipe.planner import ASSUMED
 
-from ._job import job_parser, read_job, read_places, run_command, writable_file
+from ._job import job_parser, read_axes, read_job, run_command, writable_file
 from ._plan import plan
 
 
@@ -35,7 +35,7 @@ def _plan(args: argparse.Namespace) -> bool:
         "num_chunks": _numbers("--num-chunks", args.num_chunks),
         "partition": _words(args.partition),
         "recompute": _numbers("--recompute", args.recompute),
-        "places": read_places(args.places),
+        "axes": read_axes(args.axes),
         "measured_step_s": args.measured_step,
         "assume": _assume(args.assume),
         "memory_gb": args.memory_gb,

@@ -29,7 +29,7 @@ def job_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentPar
         help=f"such as h200:64; names: {', '.join(HARDWARE)}",
     )
     parser.add_argument(
-        "--places", metavar="LIST", help="additional axes of the mesh, such as model=8"
+        "--axes", metavar="LIST", help="additional axes of the mesh, such as model=8"
     )
     parser.add_argument("--json", metavar="FILE", help="write all results to this file")
     parser.add_argument("--html", metavar="FILE", help="write a page with them to this file")
@@ -133,7 +133,7 @@ def writable_file(option: str, given: str | None) -> Path | None:
     return path
 
 
-def read_places(text: str | None) -> dict[str, int] | None:
+def read_axes(text: str | None) -> dict[str, int] | None:
     """Read lengths of axes, such as `model=8,fsdp=2`."""
     if text is None:
         return None
@@ -142,12 +142,11 @@ def read_places(text: str | None) -> dict[str, int] | None:
         axis, equals, size = word.partition("=")
         if not equals or not size.strip().isdigit():
             raise ConfigError(
-                f"--places must be AXIS=LENGTH separated by commas, but got {text!r}. Write "
-                "model=8."
+                f"--axes must be AXIS=LENGTH separated by commas, but got {text!r}. Write model=8."
             )
         if axis.strip() in found:
             raise ConfigError(
-                f"--places must name each axis once, but got {text!r}. Remove one {axis.strip()}."
+                f"--axes must name each axis once, but got {text!r}. Remove one {axis.strip()}."
             )
         found[axis.strip()] = int(size)
     return found

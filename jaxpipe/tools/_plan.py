@@ -19,9 +19,9 @@ from jaxpipe.errors import (
 from jaxpipe.layers import PipelineModule
 from jaxpipe.pipeline import ConfigLike
 from jaxpipe.planner import (
-    Asked,
     Forecast,
     Hardware,
+    SearchSpace,
     auto_schedules,
     communicators,
     read_hardware,
@@ -45,7 +45,7 @@ def plan(  # noqa: PLR0913  # one argument for each choice
     hardware: str | tuple[Hardware, int] = "h200:8",
     *,
     optimizer: optax.GradientTransformation | None = None,
-    places: Mapping[str, int] | None = None,
+    axes: Mapping[str, int] | None = None,
     schedules: Sequence[str] | None = None,
     num_chunks: Sequence[int] | None = None,
     partition: Sequence[str | Sequence[int]] | None = None,
@@ -75,7 +75,7 @@ def plan(  # noqa: PLR0913  # one argument for each choice
             `forecast.HARDWARE`, or a pair of a `Hardware` and a number.
         optimizer: An optax transformation. None: the optimiser of the configuration, or AdamW if
             the configuration names none.
-        places: Lengths of additional axes of the mesh, such as `{"model": 8}` or `{"fsdp": 8}`. The
+        axes: Lengths of additional axes of the mesh, such as `{"model": 8}` or `{"fsdp": 8}`. The
             remaining devices are replicas.
         schedules: Names of schedules. None: the schedule of the configuration and all schedules
             that `"auto"` considers.
@@ -102,7 +102,7 @@ def plan(  # noqa: PLR0913  # one argument for each choice
 
     Raises:
         ConfigError: An argument or the configuration is wrong, or the hardware is unknown.
-        TopologyError: The stages and places do not divide the devices.
+        TopologyError: The stages and axes do not divide the devices.
         DataError: The example does not fit the configuration.
         LayerError: Layers do not fit together or cannot be job.
         PartitionError: None of the requested cuts exists.
@@ -133,13 +133,13 @@ def plan(  # noqa: PLR0913  # one argument for each choice
             "out."
         )
     request = PlanRequest(
-        model, config, example_batch, chosen_hardware, count, optimizer, places or {}
+        model, config, example_batch, chosen_hardware, count, optimizer, axes or {}
     )
-    asked = _asked(request, schedules, num_chunks, partition, recompute)
-    found = request.forecasts(asked)
+    space = _search_space(request, schedules, num_chunks, partition, recompute)
+    found = request.forecasts(space)
     job = request.prepared.job
-    listed = tuple(_alternatives(request, asked, found)) if alternatives else ()
-    advice = _advice(request, found, listed or _alternatives(request, asked, found))
+    listed = tuple(_alternatives(request, space, found)) if alternatives else ()
+    advice = _advice(request, found, listed or _alternatives(request, space, found))
     step_plan = StepPlan(
         hardware=chosen_hardware,
         num_devices=count,
@@ -176,13 +176,13 @@ def _changed(
     return hardware.assuming({"memory_bytes": memory_gb * 1e9})
 
 
-def _asked(
+def _search_space(
     request: PlanRequest,
     schedules: Sequence[str] | None,
     num_chunks: Sequence[int] | None,
     partition: Sequence[str | Sequence[int]] | None,
     recompute: Sequence[int] | None,
-) -> Asked:
+) -> SearchSpace:
     """Return the candidates that the user requests, or that the job leaves open."""
     module = request.prepared.job.module
     section = request.prepared.config.pipeline
@@ -203,7 +203,7 @@ def _asked(
     if groups is None:
         given = module.activation_checkpoint_interval
         groups = (given,) if given else (0, 1)
-    return Asked(
+    return SearchSpace(
         tuple(dict.fromkeys(names)),
         counts,
         unless_auto(section.max_pending_weights),
@@ -305,14 +305,14 @@ class _Change:
 
 
 def _alternatives(
-    request: PlanRequest, asked: Asked, found: Sequence[Forecast]
+    request: PlanRequest, space: SearchSpace, found: Sequence[Forecast]
 ) -> Iterator[Alternative]:
     """Yield the best candidate of the job with each change, the cheapest change first."""
     least = min(one.memory.gradient_sums for one in found)
-    wanted = asked
-    if 1 not in asked.recompute and not any(one.fits for one in found):
-        wanted = dataclasses.replace(asked, recompute=(*asked.recompute, 1))
-    for change in _changes(request, recomputes=wanted is not asked):
+    wanted = space
+    if 1 not in space.recompute and not any(one.fits for one in found):
+        wanted = dataclasses.replace(space, recompute=(*space.recompute, 1))
+    for change in _changes(request, recomputes=wanted is not space):
         try:
             best = change.made().forecasts(wanted)[0]
         except JaxpipeError:  # not possible with this model or mesh
@@ -345,7 +345,7 @@ def _other_axes(request: PlanRequest) -> Iterator[_Change]:
     count = request.prepared.job.num_microbatches
     num_stages = request.model.num_stages
     # New axes and stages use devices of replicas, but not those of an axis that the user requested.
-    free = num_batch_shards(mesh) // request.places.get(FSDP, 1)
+    free = num_batch_shards(mesh) // request.axes.get(FSDP, 1)
     inside = math.gcd(free, min(request.hardware.devices_per_host, _MOST_INSIDE))
 
     def made(count: int, **changes: Any) -> PlanRequest:
@@ -361,9 +361,9 @@ def _other_axes(request: PlanRequest) -> Iterator[_Change]:
         )
 
     if inside > 1 and set(mesh.shape) <= {*MANUAL_AXES, FSDP}:
-        words = f"places={{'model': {inside}}}, gradient_accumulation_steps={count * inside}"
-        places = {**request.places, "model": inside}
-        yield _Change(words, lambda: made(count * inside, places=places), divides=True)
+        words = f"axes={{'model': {inside}}}, gradient_accumulation_steps={count * inside}"
+        axes = {**request.axes, "model": inside}
+        yield _Change(words, lambda: made(count * inside, axes=axes), divides=True)
     if num_stages % 2 == 0 and count % 2 == 0:
         words = f"num_stages={num_stages // 2}, gradient_accumulation_steps={count // 2}"
         yield _Change(words, lambda: staged(count // 2, num_stages // 2))

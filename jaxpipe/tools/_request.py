@@ -18,10 +18,10 @@ from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import check_leafwise, trace_optimizer
 from jaxpipe.pipeline import ConfigLike, Pipeline, entry_struct, prepare, trace_model
 from jaxpipe.planner import (
-    Asked,
     Forecast,
     Hardware,
     Job,
+    SearchSpace,
     absent_devices,
     candidates,
     ranked,
@@ -70,7 +70,7 @@ class PlanRequest:
     hardware: Hardware
     num_devices: int
     optimizer: optax.GradientTransformation | None
-    places: Mapping[str, int]
+    axes: Mapping[str, int]
 
     @functools.cached_property
     def prepared(self) -> Prepared:
@@ -106,7 +106,7 @@ class PlanRequest:
         return Prepared(config, module, mesh, job, of_one, recompute)
 
     def _mesh(self, devices: Sequence[Any]) -> Mesh:
-        topology = _topology(self.model, self.num_devices, self.places)
+        topology = _topology(self.model, self.num_devices, self.axes)
         return make_pipeline_mesh(topology, devices)
 
     @property
@@ -116,12 +116,12 @@ class PlanRequest:
         limit = unless_auto(job.config.pipeline.memory_limit_gb)
         return usable_bytes(self.hardware, job.mesh) if limit is None else limit * 1e9
 
-    def forecasts(self, asked: Asked) -> list[Forecast]:
+    def forecasts(self, space: SearchSpace) -> list[Forecast]:
         """Return the forecasts of all requested candidates, the best first."""
         made = self.prepared
         job = dataclasses.replace(made.job, hardware=self.hardware, limit_bytes=self.limit_bytes)
         with use_settings(made.recompute, made.mesh):
-            return ranked(candidates(job, asked))
+            return ranked(candidates(job, space))
 
     def compile(self, one: Forecast, target: str | None) -> CompiledStep:
         """Compile a candidate's step for absent devices."""
@@ -147,29 +147,29 @@ class PlanRequest:
         )
 
 
-def _topology(model: PipelineModule, count: int, places: Mapping[str, int]) -> ProcessTopology:
-    for axis, size in places.items():
+def _topology(model: PipelineModule, count: int, axes: Mapping[str, int]) -> ProcessTopology:
+    for axis, size in axes.items():
         if not axis.isidentifier() or axis in (*MANUAL_AXES, "pipe") or size < 1:
             raise TopologyError(
-                "places must map axis names, except 'stage' and 'data', to positive lengths, but "
-                f"got places={dict(places)}. Write for instance places={{'model': 8}}; the "
+                "axes must map axis names, except 'stage' and 'data', to positive lengths, but "
+                f"got axes={dict(axes)}. Write for instance axes={{'model': 8}}; the "
                 "remaining devices are replicas."
             )
-    if model.given_topology is not None and places:
+    if model.given_topology is not None and axes:
         raise TopologyError(
-            "places must be left out if the model has a topology "
-            f"({model.given_topology.describe()}), but got places={dict(places)}. Put the axes "
+            "axes must be left out if the model has a topology "
+            f"({model.given_topology.describe()}), but got axes={dict(axes)}. Put the axes "
             "into the topology."
         )
-    if not places:
+    if not axes:
         return topology_for(model.num_stages, model.given_topology, count)
-    product = model.num_stages * math.prod(places.values())
+    product = model.num_stages * math.prod(axes.values())
     if count % product:
         raise TopologyError(
-            f"stages and places must divide the devices, but got num_stages={model.num_stages} and "
-            f"places={dict(places)}, {product} together, for {count} devices. Use a multiple of "
+            f"stages and axes must divide the devices, but got num_stages={model.num_stages} and "
+            f"axes={dict(axes)}, {product} together, for {count} devices. Use a multiple of "
             f"{product} devices, such as {max(1, round(count / product)) * product}."
         )
     return ProcessTopology(
-        ["pipe", "data", *places], [model.num_stages, count // product, *places.values()]
+        ["pipe", "data", *axes], [model.num_stages, count // product, *axes.values()]
     )

@@ -16,7 +16,7 @@ from _settings import make_settings
 from _tolerances import assert_close
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.executor import Plan
+from jaxpipe.executor import PipelinePlan
 from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.pipeline import _pipeline
 from jaxpipe.schedules import with_ends_apart, with_idle
@@ -103,7 +103,7 @@ def test_masked_actions_do_not_leak(
     apart: list[bool] = []
     plan_of = _pipeline.make_plan
 
-    def make_plan(*args: Any, **kwargs: Any) -> Plan:
+    def make_plan(*args: Any, **kwargs: Any) -> PipelinePlan:
         plan = plan_of(*args, **kwargs)
         program = with_ends_apart(plan.program) if apart[-1] else plan.program
         loops = plan.idle.loops and not early[-1]

@@ -49,7 +49,7 @@ def make_loop(schedule: str, *, skip_idle: bool) -> TickLoop:
     }
     mesh = jaxpipe.mesh_for(model)
     pipeline = jaxpipe.make_pipeline(model, optax.sgd(0.1), config, mesh, (X, X))
-    program = with_idle(pipeline.mode.program, IdlePolicy(skips=skip_idle))
+    program = with_idle(pipeline.plan.program, IdlePolicy(skips=skip_idle))
     return TickLoop(pipeline.stage, program, sends_early=not skip_idle)
 
 
@@ -87,7 +87,9 @@ def record(loop: TickLoop) -> Seen:
 
     def tick(device: Device, run: TickRun, carry: Seen, row: Row) -> Seen:
         if run.forward is not None:
-            carry, (microbatch, part) = loop.run_action(device, Forward(run.forward), carry, row)
+            carry, (microbatch, part) = run_action(
+                Forward(run.forward), device.stage, loop.stage.placement, carry, row
+            )
             microbatches = carry.microbatch.at[carry.tick].set(microbatch)
             parts = carry.virtual_stage.at[carry.tick].set(part)
             carry = carry._replace(microbatch=microbatches, virtual_stage=parts)
@@ -97,7 +99,7 @@ def record(loop: TickLoop) -> Seen:
         device = Device(jax.lax.axis_index("stage"), none, none, none, none)
         empty = jnp.zeros((loop.program.num_ticks,), jnp.int32)
         carry = Seen(tick=jnp.int32(0), microbatch=empty, virtual_stage=empty)
-        carry = loop.scan(device, lambda run, carry, row: tick(device, run, carry, row), carry)
+        carry = loop.scan(device, tick, carry)
         return jax.tree.map(lambda x: x[None], carry)
 
     return jax.tree.map(

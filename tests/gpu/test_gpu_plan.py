@@ -31,7 +31,7 @@ def compiled_plan(hardware: str, axes: Any = None) -> Any:
     return jaxpipe.plan(
         *(model, config, (x, x), hardware),
         optimizer=optax.adamw(1e-3),
-        places=axes,
+        axes=axes,
         schedules=["1f1b"],
         recompute=[0],
         compiles=True,

@@ -11,7 +11,7 @@ from _covering import slow_after, soak_after
 from _oracle import Case, evaluation, whole_reference
 from _tolerances import assert_close, assert_loss
 
-from jaxpipe.executor import Plan
+from jaxpipe.executor import PipelinePlan
 from jaxpipe.pipeline import _pipeline
 from jaxpipe.schedules import Idle, with_ends_apart, with_idle
 
@@ -103,7 +103,7 @@ def test_loss_and_every_gradient(monkeypatch: pytest.MonkeyPatch, case: Case, po
     """
     plan_of = _pipeline.make_plan
 
-    def make_plan(*args: Any, **kwargs: Any) -> Plan:
+    def make_plan(*args: Any, **kwargs: Any) -> PipelinePlan:
         plan = plan_of(*args, **kwargs)
         idle = dataclasses.replace(
             plan.idle, loops=False, masks_ends=policy == "computed_at_the_ends"

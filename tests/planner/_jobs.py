@@ -9,7 +9,7 @@ import optax
 
 from jaxpipe import PipeDataParallelTopology, PipelineModule
 from jaxpipe.config import load_config
-from jaxpipe.executor import Plan
+from jaxpipe.executor import PipelinePlan
 from jaxpipe.losses import vocab_cross_entropy
 from jaxpipe.pipeline import configure_model, trace_model
 from jaxpipe.planner import HARDWARE, absent_devices, make_plan
@@ -46,7 +46,7 @@ def settings(num_microbatches: int = 8, **sections: Any) -> dict[str, Any]:
 
 def plan_here(
     module: PipelineModule, config: dict[str, Any], replicas: int = 1, *, absent: bool = True
-) -> Plan:
+) -> PipelinePlan:
     """The plan of a pipeline on H200s that are not there, or on simulated devices."""
     count = module.num_stages * replicas
     devices = absent_devices(HARDWARE["h200"], count) if absent else jax.devices()[:count]

@@ -20,7 +20,14 @@ from jaxpipe.config import load_config
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.forecast import Forecast
 from jaxpipe.pipeline import configure_model
-from jaxpipe.planner import HARDWARE, Asked, candidate_table, limits_pending, named_hardware, ranked
+from jaxpipe.planner import (
+    HARDWARE,
+    SearchSpace,
+    candidate_table,
+    limits_pending,
+    named_hardware,
+    ranked,
+)
 from jaxpipe.planner import _calibrate as calibrate
 
 BF16 = {"bf16": {"enabled": True}}
@@ -219,7 +226,7 @@ def test_as_many_weight_gradients_of_a_named_schedule_wait_as_fit() -> None:
     assert not limits_pending(dataclasses.replace(section, max_pending_weights=3))
     assert not limits_pending(dataclasses.replace(section, memory_limit_gb="auto"))
     assert not limits_pending(dataclasses.replace(section, schedule="1f1b"))
-    assert Asked.of(section) == Asked(("zero-bubble",), (1,), None)
+    assert SearchSpace.of(section) == SearchSpace(("zero-bubble",), (1,), None)
 
 
 def test_where_nothing_fits_the_key_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,13 +48,13 @@ class SoundJob:
         make: Makes the model and one entry of its data.
         config: Keys of the configuration beside sizes and optimiser.
         optimizer: Section `optimizer`, or an optax transformation.
-        places: Further axes of the mesh.
+        axes: Further axes of the mesh.
     """
 
     make: Callable[[], tuple[PipelineModule, Example]]
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     optimizer: Any = None
-    places: Mapping[str, int] | None = None
+    axes: Mapping[str, int] | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `prove`."""
@@ -68,7 +68,7 @@ class SoundJob:
             "config": {**config, **section, **self.config},
             "example_batch": example,
             "optimizer": None if is_section else optimizer,
-            "places": self.places,
+            "axes": self.axes,
         }
 
 
@@ -438,13 +438,13 @@ JOBS: dict[str, SoundJob] = {
         },
     ),
     # Axes.
-    "model=2": SoundJob(of_example("tensor_parallel", "model"), places={"model": 2}),
+    "model=2": SoundJob(of_example("tensor_parallel", "model"), axes={"model": 2}),
     "model=2 with positions divided": SoundJob(
-        of_example("tensor_parallel", "model", sequence=True), places={"model": 2}
+        of_example("tensor_parallel", "model", sequence=True), axes={"model": 2}
     ),
-    "fsdp=2": SoundJob(of(decoder()), places={"fsdp": 2}),
-    "expert=2": SoundJob(of_example("mixture_of_experts", "expert"), places={"expert": 2}),
-    "sequence=2": SoundJob(of(decoder(), lambda: text(is_packed=True)), places={"sequence": 2}),
+    "fsdp=2": SoundJob(of(decoder()), axes={"fsdp": 2}),
+    "expert=2": SoundJob(of_example("mixture_of_experts", "expert"), axes={"expert": 2}),
+    "sequence=2": SoundJob(of(decoder(), lambda: text(is_packed=True)), axes={"sequence": 2}),
     # Families.
     "GPT-2": SoundJob(of(lambda: gpt2(GPT2Config(TOKENS, LENGTH, 16, 2, 4)))),
     "Llama, packed": SoundJob(of(decoder(), lambda: text(is_packed=True)), BF16),

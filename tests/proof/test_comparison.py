@@ -85,7 +85,7 @@ def test_names_of_claims_and_axes() -> None:
     with pytest.raises(ConfigError, match="got none"):
         prove(**dense(), only=())
     with pytest.raises(ConfigError, match="further axes of the mesh, but got 'data'"):
-        prove(**dense(places={"data": 4}))
+        prove(**dense(axes={"data": 4}))
 
 
 def test_a_model_that_replaces_nan_is_proved() -> None:

@@ -45,7 +45,7 @@ def test_axes_of_the_topology_are_short() -> None:
     assert dict(job.mesh.shape) == {"stage": 2, "data": 2, "model": 2}
     assert job.module.automatic_axes == ("model",)
     module, config, example = arguments("linen", {}, data=2, model=9)
-    assert made_job(module, config, example, places={"model": 1}).job.mesh.shape["model"] == 1
+    assert made_job(module, config, example, axes={"model": 1}).job.mesh.shape["model"] == 1
     with pytest.raises(jaxpipe.errors.TopologyError, match="'model': 3.*8 devices"):
         made_job(module, config, example)
 

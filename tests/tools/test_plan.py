@@ -277,11 +277,11 @@ def test_an_axis_model_is_looked_at_where_weights_are_divided_over_it() -> None:
     module = jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn)
     found = planned(replicas=4, model=module, alternatives=True)
     (one,) = (each for each in found.alternatives if "model" in each.change)
-    assert one.change == "places={'model': 4}, gradient_accumulation_steps=32"
+    assert one.change == "axes={'model': 4}, gradient_accumulation_steps=32"
     asked = jaxpipe.plan(
         *(module, config(gradient_accumulation_steps=32), example(), "h200:8"),
         optimizer=optax.adamw(1e-3),
-        places={"model": 4},
+        axes={"model": 4},
         schedules=["1f1b"],
         recompute=[0],
         alternatives=False,
@@ -303,17 +303,17 @@ def test_an_axis_model_is_looked_at_beside_zero(stage: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("block", "places"),
+    ("block", "axes"),
     slow_after(1, [(Divided, {"model": 2}), (Block, {"fsdp": 4})], unpack=True),
     ids=["model", "fsdp"],
 )
-def test_places_that_were_asked_for_stay(block: type[nn.Module], places: dict[str, int]) -> None:
+def test_axes_that_were_asked_for_stay(block: type[nn.Module], axes: dict[str, int]) -> None:
     layers = [nn.Dense(WIDTH), *(block() for _ in range(4)), nn.Dense(8)]
     found = jaxpipe.plan(
         jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn),
         *(config(), example(), "h200:16"),
         optimizer=optax.adamw(1e-3),
-        places=places,
+        axes=axes,
         schedules=["1f1b"],
         recompute=[0],
     )
@@ -552,10 +552,10 @@ def test_a_remainder_of_microbatches_takes_the_ticks_of_the_whole_program() -> N
         ({"partition": ["smallest"]}, "smallest"),
         ({"partition": [[0, 3]]}, "boundaries"),
         ({"partition": [[0, 3, 99]]}, "99"),
-        ({"places": {"stage": 2}}, "axis names, except 'stage' and 'data'"),
-        ({"places": {"model": 0}}, "positive lengths"),
-        ({"places": {"model": 3}}, "3} |6 together"),
-        ({"places": {"mo del": 1}}, "axis names, except 'stage' and 'data'"),
+        ({"axes": {"stage": 2}}, "axis names, except 'stage' and 'data'"),
+        ({"axes": {"model": 0}}, "positive lengths"),
+        ({"axes": {"model": 3}}, "3} |6 together"),
+        ({"axes": {"mo del": 1}}, "axis names, except 'stage' and 'data'"),
         ({"target_config": "x"}, "target_config must be left out where nothing is compiled"),
         (
             {"model": jaxpipe.PipelineModule([nn.Dense(8) for _ in range(4)], 2)},
@@ -742,8 +742,8 @@ def test_command_prints_and_writes_what_is_asked(
         (["planned_job:other"], "must return"),
         (["planned_job:job", "--hardware", "h200:3"], "num_stages"),
         (["planned_job:job", "--num-chunks", "two"], "--num-chunks must be integers"),
-        (["planned_job:job", "--places", "model"], "AXIS=LENGTH"),
-        (["planned_job:job", "--places", "model=3"], "6 together"),
+        (["planned_job:job", "--axes", "model"], "AXIS=LENGTH"),
+        (["planned_job:job", "--axes", "model=3"], "6 together"),
         (
             ["planned_job:job", "--target-config", "none.txt"],
             "--target-config must be a text file, but got 'none",
@@ -806,7 +806,7 @@ def test_command_prints_and_writes_what_is_asked(
             "positive number of seconds, but got measured_step_s=0.0",
         ),
         (
-            ["planned_job:job", "--places", "model=2,model=1"],
+            ["planned_job:job", "--axes", "model=2,model=1"],
             "must name each axis once, but got 'model=2,model=1'",
         ),
     ],
