@@ -2,14 +2,18 @@
 
 import doctest
 import importlib
-import pkgutil
+from pathlib import Path
 
 import pytest
 from _covering import slow_after
 
 import jaxpipe
 
-MODULES = sorted(module.name for module in pkgutil.walk_packages(jaxpipe.__path__, "jaxpipe."))
+PACKAGE = Path(jaxpipe.__file__).parent
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if ">>> " in path.read_text())
+MODULES = [
+    ".".join(("jaxpipe", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in FILES
+]
 # Their examples compile whole models, of which the tests of the room have many.
 WHOLE = [f"jaxpipe.models._{name}" for name in ("bert", "llama", "gpt2")]
 
@@ -19,4 +23,6 @@ WHOLE = [f"jaxpipe.models._{name}" for name in ("bert", "llama", "gpt2")]
 )
 def test_docstring_examples(name: str) -> None:
     names = {**vars(jaxpipe.schedules), **vars(jaxpipe)}
-    assert doctest.testmod(importlib.import_module(name), extraglobs=names).failed == 0
+    found = doctest.testmod(importlib.import_module(name), extraglobs=names)
+    assert found.failed == 0
+    assert found.attempted
