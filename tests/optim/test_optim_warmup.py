@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -23,26 +24,31 @@ def _risen(iteration: int, steps: int, warmup_type: str) -> float:
     return math.log(iteration + 1) / math.log(steps) if warmup_type == "log" else iteration / steps
 
 
-def _assert_trace(actual: list[float], wanted: list[float]) -> None:
-    np.testing.assert_allclose(actual, wanted, rtol=2e-6, atol=1e-6 * max(wanted))
+def _assert_rates(schedule: LRSchedule, last: int, wanted: Callable[[int], float]) -> None:
+    """Compare the updates' rates with those of the iterations, of which the first is `last`."""
+    rates = [wanted(iteration) for iteration in range(last, last + NUM_UPDATES)]
+    limits = {"rtol": 2e-6, "atol": 1e-6 * max(rates)}
+    np.testing.assert_allclose(_trace(schedule), rates, **limits, err_msg=repr(schedule))
 
 
-WARMUPS = list(product([0, 1, 2, 3, 4, 17], ["log", "linear"], [0.0, 0.02], [-1, 0, 5]))
+STEPS = [0, 1, 2, 3, 4, 17]
+TYPES = ["log", "linear"]
+LOWS = [0.0, 0.02]
+LASTS = [-1, 0, 5]
 
 
-@pytest.mark.parametrize(("steps", "warmup_type", "low", "last"), WARMUPS)
-def test_warmup_rises_and_stays(steps: int, warmup_type: str, low: float, last: int) -> None:
-    wanted, iteration = [], last
-    for _ in range(NUM_UPDATES):
-        length = steps if steps > 1 else 2
+def test_warmup_rises_and_stays() -> None:
+    def wanted(iteration: int, steps: int, warmup_type: str, low: float) -> float:
+        length = max(steps, 2)
         if iteration <= 0:
-            wanted.append(low)
-        elif iteration >= length:
-            wanted.append(0.1)
-        else:
-            wanted.append(low + (0.1 - low) * _risen(iteration, length, warmup_type))
-        iteration += 1
-    _assert_trace(_trace(WarmupLR(low, 0.1, steps, warmup_type, last)), wanted)
+            return low
+        if iteration >= length:
+            return 0.1
+        return low + (0.1 - low) * _risen(iteration, length, warmup_type)
+
+    for steps, kind, low, last in product(STEPS, TYPES, LOWS, LASTS):
+        schedule = WarmupLR(low, 0.1, steps, kind, last)
+        _assert_rates(schedule, last, lambda i, case=(steps, kind, low): wanted(i, *case))
 
 
 def test_warmup_as_deepspeed_applies_it() -> None:
@@ -64,21 +70,19 @@ def test_warmup_rises_to_the_optimizers_rate() -> None:
     assert _trace(WarmupLR(0.0, 0.0, 3, lr=0.3)) == [0.0] * NUM_UPDATES
 
 
-@pytest.mark.parametrize(("steps", "warmup_type", "low", "last"), WARMUPS)
 @pytest.mark.parametrize("total", [1, 4, 25])
-def test_warmup_decay_falls_in_a_line(
-    total: int, steps: int, warmup_type: str, low: float, last: int
-) -> None:
-    wanted, iteration = [], last
-    for _ in range(NUM_UPDATES):
-        length = steps if steps > 1 else 2
+def test_warmup_decay_falls_in_a_line(total: int) -> None:
+    def wanted(iteration: int, steps: int, warmup_type: str, low: float) -> float:
+        length = max(steps, 2)
         share = 0.0 if iteration < 0 else _risen(iteration, length, warmup_type)
         if iteration >= length:
             span = total - length if total - length > 1 else 1
             share = (total - iteration) / span if iteration < total else 0.0
-        wanted.append(low + (0.1 - low) * share)
-        iteration += 1
-    _assert_trace(_trace(WarmupDecayLR(total, low, 0.1, steps, warmup_type, last)), wanted)
+        return low + (0.1 - low) * share
+
+    for steps, kind, low, last in product(STEPS, TYPES, LOWS, LASTS):
+        schedule = WarmupDecayLR(total, low, 0.1, steps, kind, last)
+        _assert_rates(schedule, last, lambda i, case=(steps, kind, low): wanted(i, *case))
 
 
 def test_warmup_decay_by_hand() -> None:
@@ -86,25 +90,20 @@ def test_warmup_decay_by_hand() -> None:
     assert [round(x, 6) for x in trace] == [0, 0, 0.05, 0.1, 0.075, 0.05, 0.025, 0, 0]
 
 
-@pytest.mark.parametrize(("steps", "warmup_type", "low", "last"), WARMUPS)
 @pytest.mark.parametrize("total", [1, 4, 25])
-def test_warmup_cosine_falls_along_half_a_cosine(
-    total: int, steps: int, warmup_type: str, low: float, last: int
-) -> None:
-    wanted, iteration = [], last
-    for _ in range(NUM_UPDATES):
-        length = steps if steps > 1 else 2
+def test_warmup_cosine_falls_along_half_a_cosine(total: int) -> None:
+    def wanted(iteration: int, steps: int, warmup_type: str, low: float) -> float:
+        length = max(steps, 2)
         if iteration < 0:
-            ratio = 0.0
-        elif iteration < length:
-            ratio = low + (1 - low) * _risen(iteration, length, warmup_type)
-        else:
-            progress = (iteration - length + 1) / (total - length) if total - length >= 1 else 1.0
-            ratio = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-        wanted.append(0.2 * ratio)
-        iteration += 1
-    schedule = WarmupCosineLR(total, low, steps, 0.1, warmup_type, last, lr=0.2)
-    _assert_trace(_trace(schedule), wanted)
+            return 0.0
+        if iteration < length:
+            return 0.2 * (low + (1 - low) * _risen(iteration, length, warmup_type))
+        progress = (iteration - length + 1) / (total - length) if total - length >= 1 else 1.0
+        return 0.2 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+
+    for steps, kind, low, last in product(STEPS, TYPES, LOWS, LASTS):
+        schedule = WarmupCosineLR(total, low, steps, 0.1, kind, last, lr=0.2)
+        _assert_rates(schedule, last, lambda i, case=(steps, kind, low): wanted(i, *case))
 
 
 def test_the_first_cosine_update_has_rate_zero_and_the_second_the_start_ratio() -> None:
@@ -112,17 +111,14 @@ def test_the_first_cosine_update_has_rate_zero_and_the_second_the_start_ratio() 
     assert trace == [0.0, 0.25, pytest.approx(0.4375)]
 
 
-@pytest.mark.parametrize(
-    ("size", "rate", "last"), list(product([1, 2, 7], [0.0, 1.0, 2.5], [-1, 3]))
-)
-@pytest.mark.parametrize("staircase", [False, True])
-def test_range_test_rises_without_end(size: int, rate: float, last: int, staircase: bool) -> None:
-    wanted, batches = [], last + 1
-    for _ in range(NUM_UPDATES):
-        steps = batches // size if staircase else batches / size
-        wanted.append(0.01 + 0.01 * rate * steps)
-        batches += 1
-    _assert_trace(_trace(LRRangeTest(0.01, size, rate, staircase, last)), wanted)
+def test_range_test_rises_without_end() -> None:
+    def wanted(iteration: int, size: int, rate: float, staircase: bool) -> float:
+        batches = iteration + 1
+        return 0.01 + 0.01 * rate * (batches // size if staircase else batches / size)
+
+    for size, rate, staircase, last in product([1, 2, 7], [0.0, 1.0, 2.5], [False, True], [-1, 3]):
+        schedule = LRRangeTest(0.01, size, rate, staircase, last)
+        _assert_rates(schedule, last, lambda i, case=(size, rate, staircase): wanted(i, *case))
 
 
 @pytest.mark.parametrize(
