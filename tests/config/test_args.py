@@ -30,26 +30,24 @@ def test_arguments() -> None:
 SPELLINGS = ["--local_rank", "--local-rank"]
 
 
-@pytest.mark.parametrize("passed", SPELLINGS)
-@pytest.mark.parametrize("own", [None, *SPELLINGS])
-@pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("handler", ["error", "resolve"])
-def test_a_script_may_have_its_own_local_rank(
-    passed: str, own: str | None, is_first: bool, handler: str
-) -> None:
-    parser = argparse.ArgumentParser(conflict_handler=handler)
-    if not is_first:
-        add_config_arguments(parser)
-    if own:
-        parser.add_argument(own, type=int, default=7, help="rank of mine")
-    if is_first:
-        add_config_arguments(parser)
-    for _ in range(2):
-        assert parser.parse_args([passed, "2"]).local_rank == 2
-        assert parser.parse_args([f"{passed}=3"]).local_rank == 3
-        assert parser.parse_known_args([f"{passed}=4", "--other"])[0].local_rank == 4
-        assert parser.parse_args([]).local_rank == (7 if own else -1)
-    assert ("rank of mine" in parser.format_help()) == bool(own)
+def test_a_script_may_have_its_own_local_rank(handler: str) -> None:
+    for passed in SPELLINGS:
+        for own in [None, *SPELLINGS]:
+            for is_first in [True, False]:
+                parser = argparse.ArgumentParser(conflict_handler=handler)
+                if not is_first:
+                    add_config_arguments(parser)
+                if own:
+                    parser.add_argument(own, type=int, default=7, help="rank of mine")
+                if is_first:
+                    add_config_arguments(parser)
+                for _ in range(2):
+                    assert parser.parse_args([passed, "2"]).local_rank == 2
+                    assert parser.parse_args([f"{passed}=3"]).local_rank == 3
+                    assert parser.parse_known_args([f"{passed}=4", "--other"])[0].local_rank == 4
+                    assert parser.parse_args([]).local_rank == (7 if own else -1)
+                assert ("rank of mine" in parser.format_help()) == bool(own)
 
 
 def test_two_options_of_the_script_are_still_in_conflict() -> None:

@@ -14,10 +14,10 @@ ENTRIES = _messages.ENTRY.findall(PAGE)
 OTHERS = {"JAX", "XLA", "Gloo", "pip"}
 
 
-@pytest.mark.parametrize("quoted", [quoted for _, quoted, owner in ENTRIES if not owner])
-def test_a_quoted_message_is_in_the_package(quoted: str) -> None:
-    assert len(quoted) >= 12
-    assert any(quoted in text for text in _messages.messages())
+def test_a_quoted_message_is_in_the_package() -> None:
+    for quoted in [quoted for _, quoted, owner in ENTRIES if not owner]:
+        assert len(quoted) >= 12
+        assert any(quoted in text for text in _messages.messages())
 
 
 def test_the_site_shows_whole_messages() -> None:

@@ -12,28 +12,28 @@ from jaxpipe.topology import (
 DIMS = list(product(range(1, 4), repeat=3))
 
 
-@pytest.mark.parametrize("dims", DIMS)
-def test_ranks_are_row_major_and_coordinates_are_their_inverse(dims: tuple[int, int, int]) -> None:
-    topology = ProcessTopology(["a", "b", "c"], dims)
-    assert topology.world_size() == dims[0] * dims[1] * dims[2]
-    for rank, (a, b, c) in enumerate(product(*map(range, dims))):
-        assert topology.get_rank(c=c, a=a, b=b) == rank
-        assert topology.get_coord(rank) == (a, b, c)
-        assert topology.get_coord(rank)._asdict() == {"a": a, "b": b, "c": c}
+def test_ranks_are_row_major_and_coordinates_are_their_inverse() -> None:
+    for dims in DIMS:
+        topology = ProcessTopology(["a", "b", "c"], dims)
+        assert topology.world_size() == dims[0] * dims[1] * dims[2]
+        for rank, (a, b, c) in enumerate(product(*map(range, dims))):
+            assert topology.get_rank(c=c, a=a, b=b) == rank
+            assert topology.get_coord(rank) == (a, b, c)
+            assert topology.get_coord(rank)._asdict() == {"a": a, "b": b, "c": c}
 
 
-@pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("axis", ["a", "b", "c"])
-def test_groups_of_an_axis_cover_every_rank_once_and_differ_only_on_that_axis(
-    dims: tuple[int, int, int], axis: str
-) -> None:
-    topology = ProcessTopology(["a", "b", "c"], dims)
-    groups = topology.get_axis_comm_lists(axis)
-    assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size()))
-    for group in groups:
-        coords = [topology.get_coord(rank) for rank in group]
-        assert [getattr(coord, axis) for coord in coords] == list(range(topology.get_dim(axis)))
-        assert len({coord._replace(**{axis: 0}) for coord in coords}) == 1
+def test_groups_of_an_axis_cover_every_rank_once_and_differ_only_on_that_axis(axis: str) -> None:
+    for dims in DIMS:
+        topology = ProcessTopology(["a", "b", "c"], dims)
+        groups = topology.get_axis_comm_lists(axis)
+        assert sorted(rank for group in groups for rank in group) == list(
+            range(topology.world_size())
+        )
+        for group in groups:
+            coords = [topology.get_coord(rank) for rank in group]
+            assert [getattr(coord, axis) for coord in coords] == list(range(topology.get_dim(axis)))
+            assert len({coord._replace(**{axis: 0}) for coord in coords}) == 1
 
 
 def test_groups_come_in_the_order_of_their_first_ranks() -> None:
