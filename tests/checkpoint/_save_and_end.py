@@ -40,6 +40,8 @@ def main(directory: str, how: str) -> None:
     run.train(1)
     run.engine.save_checkpoint(directory)
     if how == "interrupted":
+        # A shell starts what runs in the background with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=interrupt, daemon=True).start()
     if how == "exits":
         sys.exit(3)
