@@ -58,9 +58,10 @@ class Lock(abc.ABC):
         self._pid = os.getpid()
         self._runs: set[int] = set()
         self._is_saving = True
-        # Ends the thread. The garbage collector may call `_forget` in that thread too, amid a wait.
-        # A `SimpleQueue` allows that; an `Event` would deadlock.
-        self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # Ends the thread, and says whether it is to remove the lock. The garbage collector may call
+        # `_forget` in that thread too, amid a wait. A `SimpleQueue` allows that; an `Event` would
+        # deadlock.
+        self._ends: queue.SimpleQueue[bool] = queue.SimpleQueue()
         _HELD[self._owner.name] = self  # before other threads of this process can see the file
         try:
             self._take()
@@ -136,22 +137,25 @@ class Lock(abc.ABC):
         if self._let_go():
             self._remove()
 
-    def _let_go(self) -> bool:
-        """End the thread; returns whether this process held the lock, and is no fork of it."""
+    def _let_go(self, *, by_thread: bool = False) -> bool:
+        """End the thread; returns whether this process held the lock, and is no fork of it.
+
+        With `by_thread`, the thread removes the lock.
+        """
         if self._pid != os.getpid():
             return False
         # Forget the lock first: a file that an outage keeps from being removed then has no owner.
         _HELD.pop(self._owner.name, None)
-        self._ends.put(None)
+        self._ends.put(by_thread)
         return True
 
     def _forget(self, run: int) -> None:
         self._runs.discard(run)
-        if self._runs or self._is_saving or not self._let_go():
+        if self._runs or self._is_saving:
             return
         # The garbage collector calls this amid any other work, which a store that does not answer
         # must not hold up: there the thread removes the lock.
-        if self.is_near:
+        if self._let_go(by_thread=not self.is_near) and self.is_near:
             self._remove()
 
     def _end(self) -> None:
@@ -160,14 +164,21 @@ class Lock(abc.ABC):
             self.release()
 
     def _keep(self) -> None:
-        """Give signs of life until the lock is released, and then remove it."""
-        while True:
-            with contextlib.suppress(queue.Empty):
-                self._ends.get(timeout=_BEAT_S)
-                break
-            with contextlib.suppress(OSError):  # the lock is lost, or an outage may end
-                self._beat()
-        self._remove()
+        """Give signs of life until the lock is released or lost."""
+        is_lost = False
+        removes = None
+        while removes is None:
+            try:
+                removes = self._ends.get(timeout=None if is_lost else _BEAT_S)
+            except queue.Empty:
+                try:
+                    self._beat()
+                except FileNotFoundError:
+                    is_lost = True
+                except OSError:  # an outage may end
+                    pass
+        if removes:
+            self._remove()
         atexit.unregister(self._end)
 
     def _wait_until_gone(self, file: Any, other: Owner) -> None:

@@ -7,7 +7,7 @@ divided.
 """
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -165,7 +165,7 @@ class LlamaAttention(nn.Module):
             (q, k, v),
             segment_ids,
             train=train,
-            scale=cast(float, part.query_pre_attn_scalar) ** -0.5,
+            scale=(part.query_pre_attn_scalar or config.head_dim) ** -0.5,
             soft_cap=part.attn_logit_softcapping,
             sinks=sinks,
         )

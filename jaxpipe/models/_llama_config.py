@@ -1,6 +1,6 @@
 """Configuration of the Llama decoder, and conversion from and to Hugging Face's `config.json`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
@@ -10,6 +10,7 @@ from jaxpipe.config import (
     one_of_exactly,
     optional,
     read_flag,
+    read_whole,
     required,
     setting,
     subsection,
@@ -31,6 +32,8 @@ from ._rotary import Rotary
 
 
 def _read_attention(value: object, path: str) -> Heads | LatentConfig:
+    if isinstance(value, Mapping):
+        return read_whole(LatentConfig if "kv_lora_rank" in value else Heads, value)
     if not isinstance(value, Heads | LatentConfig):
         raise wrong_value(path, "a Heads or LatentConfig", value, "Make it of jaxpipe.models")
     return value
@@ -55,7 +58,7 @@ class LlamaConfig(Section):
         attention_dropout: Dropout rate of attention probabilities.
         initializer_range: Standard deviation of initial weights.
         hidden_act: Activation of the gate of feed-forward networks that are not mixtures: `"silu"`,
-            `"gelu"`, `"gelu_pytorch_tanh"` or `"relu"`.
+            `"gelu"`, `"gelu_pytorch_tanh"`, `"gelu_new"` or `"relu"`.
         scale_embeddings: Whether embeddings are multiplied by sqrt(H), rounded to their dtype.
         final_logit_softcapping: Logits become `cap * tanh(logits / cap)` with this cap. None means
             that they are not capped.
@@ -154,8 +157,9 @@ class LlamaConfig(Section):
         for name, part in PARTS.items():
             with errors.catch():
                 parts[name] = made_of(part, found)
+        with errors.catch(compares=True):
+            config = made_of(cls, {**parts, **found, "family": keys.model_type})
         errors.raise_all()
-        config = made_of(cls, {**parts, **found, "family": keys.model_type})
         keys.finish()
         return config
 

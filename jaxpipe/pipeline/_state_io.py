@@ -94,6 +94,7 @@ class StateIO:
         self._scaler = LossScaler.from_config(config)
         self.trains = trains
         self.struct: TrainState = self._struct()
+        self._choosing = functools.cache(self._compile_choice)  # not of the class: it holds `self`
 
     @functools.cached_property
     def catalog(self) -> Catalog:
@@ -292,8 +293,7 @@ class StateIO:
         restart = self._programs.restart_average
         return self._compiled("restart_average", restart, self.specs, self._opt_shardings)
 
-    @functools.cache  # noqa: B019  # as long as the pipeline
-    def _choosing(self, name: str) -> Compiled[..., PyTree]:
+    def _compile_choice(self, name: str) -> Compiled[..., PyTree]:
         choose = functools.partial(self._programs.choose, _CHOICES[name])
         of_params = jax.tree.map(lambda x: x.sharding, self.struct.params)
         return self._compiled(f"choose_{name}", choose, self.specs, of_params)

@@ -93,7 +93,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="only what takes seconds, for CI")
     parser.add_argument(
-        "--as-is", action="store_true", help="prove the model at its own sizes, not a narrow copy"
+        "--as-is", action="store_true", help="prove the model at its own sizes, not a small copy"
     )
     parser.add_argument(
         "--devices", type=int, default=_DEVICES, help=f"simulated devices (default {_DEVICES})"

@@ -1,8 +1,8 @@
 """Layers that compute in float64.
 
 A narrower dtype among the arguments of a layer becomes float64, also where it is a default value or
-a field of a dataclass or module among them. A dtype that is missed makes no proof wrong: its layer
-is reported as narrower than float64.
+a field of a dataclass, named tuple or module among them. A dtype that is missed makes no proof
+wrong: its layer is reported as narrower than float64.
 """
 
 import copy
@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
+from flax.core import FrozenDict
 
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, PipelineModule
@@ -85,8 +86,10 @@ class _Widened:
             return value if parts else _wide_dtype(name, value)
         if isinstance(value, nn.Module):
             return value.clone(**changes)
-        if isinstance(value, dict):
-            return wide
+        if isinstance(value, dict | FrozenDict):
+            return type(value)(wide)
+        if hasattr(value, "_replace"):
+            return value._replace(**changes)
         is_sequence = isinstance(value, tuple | list)
         return type(value)(wide.values()) if is_sequence else dataclasses.replace(value, **changes)
 
@@ -96,8 +99,10 @@ def _parts(value: Any) -> dict[Any, Any]:
     # No subclasses, which may not be made from their parts.
     if type(value) in (tuple, list):
         return dict(enumerate(value))
-    if type(value) is dict:
-        return value
+    if type(value) in (dict, FrozenDict):
+        return dict(value)
+    if hasattr(value, "_asdict"):  # a named tuple
+        return value._asdict()
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
         return {}
     # Linen adds these two fields to every module. No argument of the user is in them.

@@ -128,5 +128,5 @@ def warn_unfollowed(settings: RecomputeSettings) -> None:
             "group, mark layers with LayerSpec(...).remat(), or call "
             "jaxpipe.checkpointing.checkpoint in a layer.",
             ConfigWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -161,6 +161,8 @@ class Layout:
         for mine, theirs in zip(self._slots, other._slots, strict=True):
             for name, slot in mine.items():
                 its = theirs[name]
+                if isinstance(slot, Stacked) != isinstance(its, Stacked):
+                    return None
                 if isinstance(slot, Stacked) or isinstance(its, Stacked):
                     continue
                 same = found.setdefault(slot.buffer, its.buffer)

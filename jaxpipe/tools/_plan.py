@@ -104,7 +104,7 @@ def plan(  # noqa: PLR0913  # one argument for each choice
         ConfigError: An argument or the configuration is wrong, or the hardware is unknown.
         TopologyError: The stages and axes do not divide the devices.
         DataError: The example does not fit the configuration.
-        LayerError: Layers do not fit together or cannot be job.
+        LayerError: Layers do not fit together or cannot be traced.
         PartitionError: None of the requested cuts exists.
         ScheduleError: A schedule is unknown, or none supports the requested number of chunks.
 

@@ -64,17 +64,8 @@ def owner_of(path: Path) -> Owner:
     return Owner.here(str(path.stat().st_ino))
 
 
-def wait_until_free(path: Path) -> None:
-    """Wait for the thread of a lock: it removes the lock once the run has been dropped."""
-    gives_up_by = time.monotonic() + 10
-    while list(path.glob(".lock*")):
-        assert time.monotonic() < gives_up_by
-        time.sleep(0.01)
-
-
 def held_by(path: Path, age_s: float = 0.0, **changed: str) -> Path:
     """The lock of another owner, who gave the last sign of life so long ago."""
-    wait_until_free(path)
     owner = dataclasses.replace(owner_of(path), **changed)
     file = path / ".lock" / owner.name
     file.parent.mkdir(parents=True)
@@ -104,7 +95,7 @@ def test_it_is_there_from_the_first_save_of_a_run_to_its_end(run: Run, tmp_path:
     assert list(committed_tags(tmp_path)) == ["global_step1", "global_step2"]
     del writer
     gc.collect()
-    wait_until_free(tmp_path)
+    assert not list(tmp_path.glob(".lock*"))
 
 
 def test_runs_of_one_process_share_it(run: Run, tmp_path: Path) -> None:
@@ -118,7 +109,7 @@ def test_runs_of_one_process_share_it(run: Run, tmp_path: Path) -> None:
     assert held_in(tmp_path) == names
     del second
     gc.collect()
-    wait_until_free(tmp_path)
+    assert held_in(tmp_path) == []
 
 
 @pytest.mark.skipif(
@@ -275,7 +266,7 @@ def test_a_number_that_is_another_process_now(
     for pid in (str(sleeper.pid), str(os.getpid())):
         held_by(tmp_path, pid=pid, start="1")
         save(run, tmp_path)
-    wait_until_free(tmp_path)
+    assert not (tmp_path / ".lock").exists()
 
 
 def test_another_save_of_this_process(run: Run, tmp_path: Path) -> None:
@@ -302,6 +293,21 @@ def test_a_fork_does_not_take_the_lock_of_its_parent(
     lock.check()
     lock.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lost_lock_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not asked for again and again, which on a store is a request each time."""
+    monkeypatch.setattr(_lock, "_BEAT_S", 0.01)
+    beats = []
+    beat = FolderLock._beat
+    monkeypatch.setattr(FolderLock, "_beat", lambda lock: (beats.append(1), beat(lock)))
+    lock = FolderLock(tmp_path)
+    shutil.rmtree(tmp_path / ".lock")
+    time.sleep(0.3)
+    before = len(beats)
+    time.sleep(0.1)
+    assert 0 < len(beats) == before
+    lock.release()
 
 
 def test_another_machine_that_was_silent_for_long(run: Run, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def trunk(numbers: Numbers, **kwargs: Any) -> SegmentProgram:
 
 
 def leaves(segment: Segment, numbers: Numbers, stage: int = 0) -> dict[str, jax.Array]:
-    """A stage's numbers by the names of the program.segment."""
+    """A stage's numbers by the names of the segment."""
     layout, storage = numbers.stage.params.layout, numbers.storage(stage)
     return {name: layout.get(stage, name, storage) for name in segment.names}
 

@@ -335,6 +335,13 @@ def test_every_number_is_checked(family: str, key: str) -> None:
             kind.from_huggingface({**values, key: value})
 
 
+def test_all_faults_of_a_file_are_listed() -> None:
+    wrong = {"rope_theta": -1, "rms_norm_eps": -1, "attention_dropout": 5}
+    with pytest.raises(ConfigError) as error:
+        LlamaConfig.from_huggingface({**LLAMA, **wrong})
+    assert [key for key in wrong if f"{key} must be" not in str(error.value)] == []
+
+
 @pytest.mark.parametrize(
     "value", [0, 1, -1, float("nan"), float("inf"), 10**400, 1e308, "1e4", True, [1]]
 )

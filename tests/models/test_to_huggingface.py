@@ -177,6 +177,14 @@ def test_whole_numbers_are_written_as_such() -> None:
     assert str(written["query_pre_attn_scalar"]) == "16"
 
 
+def test_parts_may_be_given_as_dictionaries() -> None:
+    config = LlamaConfig(**SIZES, attention={"qk_norm": True}, norms={"post_norms": True})
+    assert config.attention == Heads(qk_norm=True)
+    assert config.norms == Norms(post_norms=True)
+    with pytest.raises(ConfigError, match="qk_norms is not a known key. Did you mean qk_norm"):
+        LlamaConfig(**SIZES, attention={"qk_norms": True})
+
+
 def test_a_configuration_does_not_forget_its_family() -> None:
     """Phi-3 computes what Mistral does, under other names."""
     config = LlamaConfig.from_huggingface({**SIZES, "model_type": "phi3", "sliding_window": 5})

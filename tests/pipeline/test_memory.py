@@ -1,5 +1,7 @@
 """What a compiled step holds: bounded by the schedule, not by the number of microbatches."""
 
+import gc
+import weakref
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +15,7 @@ from _oracle import SCHEDULES, Case
 from _settings import make_settings
 from _tolerances import MEMORY, STATE_BYTES
 
+import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
 from jaxpipe.jaxpr import scan_form
 from jaxpipe.pipeline import describe_pipeline
@@ -391,3 +394,22 @@ def test_one_layer_that_recomputes_takes_no_more_memory() -> None:
     assert temporary_bytes(planned([BLOCK, BLOCK.remat()])[1]) <= temporary_bytes(
         planned([BLOCK] * 2)[1]
     )
+
+
+def test_a_pipeline_that_is_dropped_is_freed() -> None:
+    """An engine makes one for each shape of batch."""
+    case = Case(data=4)
+    example = jax.tree.map(lambda x: x[0], case.batch())
+    config = {
+        "train_micro_batch_size_per_gpu": len(example[0]) // case.data,
+        "gradient_accumulation_steps": case.microbatches,
+        "ema": {"decay": 0.9},
+    }
+    pipeline = jaxpipe.make_pipeline(case.module(), optax.sgd(0.1), config, None, example)
+    average = pipeline.states.with_params(pipeline.init(), "ema")
+    pipeline.evaluate(average, case.batch())
+    alive = weakref.ref(pipeline.stage), weakref.ref(pipeline.states)
+    del pipeline, average
+    jax.clear_caches()
+    gc.collect()
+    assert [each() for each in alive] == [None, None]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.core import FrozenDict
 
 from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.config import PipelineConfig
@@ -227,6 +228,21 @@ def test_a_dtype_stays_of_its_kind() -> None:
         "last_dtype": jnp.float64,
     }
     assert isinstance(wide["param_dtype"], np.dtype)
+
+
+class Precision(NamedTuple):
+    dtype: Any
+    name: str
+
+
+def test_a_dtype_inside_a_value_is_found() -> None:
+    inside = [Precision(jnp.bfloat16, "a"), FrozenDict(dtype="bfloat16"), ({"b": jnp.float16},)]
+    wide = wide_module(module_of([LayerSpec(kept, dtype=inside), LayerSpec(nn.Dense, 8)]))
+    assert given(wide)["dtype"] == [
+        Precision(jnp.float64, "a"),
+        FrozenDict(dtype="float64"),
+        ({"b": jnp.float64},),
+    ]
 
 
 class Checked(nn.Module):
