@@ -18,7 +18,7 @@ from ._zero_bubble_v import ZeroBubbleVSchedule
 
 
 def schedule_names() -> dict[str, type[PipeSchedule]]:
-    """Return the named training schedules; this is the only place to register a new one.
+    """Return the named training schedules; this is the only place in the code to register one.
 
     Returns:
         Classes by name, simplest first. If several schedules are about equally fast, `"auto"`

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from ._program import ActionMode, Idle, Row, Sends, Table, Tables, TickProgram, TickRun
+from ._program import ActionMode, Actions, Idle, Row, Sends, Table, Tables, TickProgram, TickRun
 
 MAX_RUNS = 8
 """The maximum number of runs of a program; each run is compiled separately."""
@@ -12,7 +12,8 @@ MAX_RUNS = 8
 SHORT_RUN = 4
 """Neighbouring runs shorter than this are joined if there are too many runs."""
 
-_Piece = tuple[int, int, tuple[bool, bool, bool]]
+_Piece = tuple[int, int, tuple[bool, ...]]
+"""First tick, the tick after the last, and which of `_kinds` occur."""
 
 
 def tick_runs(num_ticks: int, tables: Tables[Table]) -> tuple[TickRun, ...]:
@@ -64,25 +65,22 @@ def with_ends_apart(program: TickProgram) -> TickProgram:
 
 def _columns(tables: Tables[Table]) -> list[list[tuple[int, ...]]]:
     """Return the microbatches of all stages by kind and tick."""
-    return [
-        list(zip(*kind.microbatch, strict=True))
-        for kind in (tables.forward, tables.backward, tables.weight)
-    ]
+    return [list(zip(*kind.microbatch, strict=True)) for kind in _kinds(tables)]
 
 
-def _content(columns: Sequence[Sequence[Sequence[int]]]) -> list[tuple[bool, bool, bool]]:
+def _kinds(tables: Tables[Table]) -> tuple[Actions[Table], ...]:
+    return tables.forward, tables.backward, tables.weight
+
+
+def _content(columns: Sequence[Sequence[Sequence[int]]]) -> list[tuple[bool, ...]]:
     """Return for each tick which kinds occur."""
     # All stages run one device program, so a kind occurs if any stage runs it.
-    forward, backward, weight = ([max(column) >= 0 for column in kind] for kind in columns)
-    return list(zip(forward, backward, weight, strict=True))
+    return [tuple(max(stages) >= 0 for stages in tick) for tick in zip(*columns, strict=True)]
 
 
 def _run(piece: _Piece, tables: Tables[Table]) -> TickRun:
     start, stop, (has_forward, has_backward, has_weight) = piece
-    forward, backward, weight = (
-        [row[start:stop] for row in kind.chunk]
-        for kind in (tables.forward, tables.backward, tables.weight)
-    )
+    forward, backward, weight = ([row[start:stop] for row in kind.chunk] for kind in _kinds(tables))
     pending = [row[start:stop] for row in tables.pending_write]
     both = [
         pair for rows in zip(forward, backward, strict=True) for pair in zip(*rows, strict=True)
@@ -143,10 +141,8 @@ def _joined_short(pieces: list[_Piece]) -> list[_Piece]:
 
 
 def _joined(pieces: list[_Piece]) -> _Piece:
-    forward, backward, weight = (
-        any(column) for column in zip(*(has for *_, has in pieces), strict=True)
-    )
-    return pieces[0][0], pieces[-1][1], (forward, backward, weight)
+    has = tuple(any(kind) for kind in zip(*(has for *_, has in pieces), strict=True))
+    return pieces[0][0], pieces[-1][1], has
 
 
 def _sends(send_to: Table, start: int, stop: int) -> Sends:
