@@ -45,7 +45,7 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupLR", {}),
     *(
         ("WarmupLR", {"warmup_num_steps": n, "warmup_type": rise})
-        for n, rise in product([0, 1, 4, 17], ["log", "linear"])
+        for n, rise in product([1, 4, 17], ["log", "linear"])
     ),
     ("WarmupLR", {"warmup_min_lr": 0.01, "warmup_max_lr": 0.3, "warmup_num_steps": 9}),
     *(
@@ -53,14 +53,14 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
             "WarmupDecayLR",
             {"total_num_steps": total, "warmup_num_steps": n, "warmup_min_lr": 0.0001},
         )
-        for total, n in product([2, 20, 100], [0, 9])
+        for total, n in product([2, 20, 100], [1, 9])
     ),
     *(
         (
             "WarmupCosineLR",
             {"total_num_steps": total, "warmup_num_steps": n, "warmup_min_ratio": 0.1},
         )
-        for total, n in product([2, 20, 100], [0, 9])
+        for total, n in product([2, 20, 100], [1, 9])
     ),
     *(
         (
