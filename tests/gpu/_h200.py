@@ -25,7 +25,7 @@ from _hlo import Program  # noqa: E402
 from benchmarks._launches import Launches, steady_launches  # noqa: E402
 from jaxpipe.compiled import DUMP_OPTION  # noqa: E402
 
-TARGET = Path(jaxpipe.__file__).parent / "forecast" / "h200_target.txtpb"
+TARGET = Path(jaxpipe.__file__).parent / "tools" / "h200_target.txtpb"
 
 
 @functools.cache

@@ -23,7 +23,7 @@ pytestmark = [
         reason="needs the CUDA plugin: pip install jaxpipe[cuda12]",
     ),
 ]
-TARGET = Path(jaxpipe.__file__).parent / "forecast" / "h200_target.txtpb"
+TARGET = Path(jaxpipe.__file__).parent / "tools" / "h200_target.txtpb"
 
 
 def test_absent_devices_are_not_measured() -> None:

@@ -1,5 +1,6 @@
 """A proof of a job whose program is compiled for H200s that are not there."""
 
+import dataclasses
 import importlib.util
 
 import flax.linen as nn
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxpipe
+from jaxpipe.forecast import HARDWARE, Hardware
 from jaxpipe.proof import Proof, prove
 
 pytestmark = [
@@ -20,12 +22,15 @@ pytestmark = [
 ]
 
 
-def program_of(width: int, hardware: str = "h200:4") -> Proof:
+WIDTH = 2048
+
+
+def program_of(hardware: str | tuple[Hardware, int] = "h200:4") -> Proof:
     def loss_fn(y: jax.Array, t: jax.Array) -> jax.Array:
         return jnp.mean((y - t) ** 2)
 
-    model = jaxpipe.PipelineModule([nn.Dense(width) for _ in range(4)], 2, loss_fn=loss_fn)
-    x = np.ones((2, width), np.float32)
+    model = jaxpipe.PipelineModule([nn.Dense(WIDTH) for _ in range(4)], 2, loss_fn=loss_fn)
+    x = np.ones((2, WIDTH), np.float32)
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 8,
@@ -36,7 +41,7 @@ def program_of(width: int, hardware: str = "h200:4") -> Proof:
 
 
 def test_the_program_is_read() -> None:
-    found = program_of(2048)
+    found = program_of()
     assert found.holds, str(found)
     (claim,) = found.claims
     assert claim.figures["collectives of a steady tick"] == 2
@@ -47,6 +52,7 @@ def test_the_program_is_read() -> None:
 
 
 def test_a_program_that_does_not_fit_is_refused() -> None:
-    found = program_of(65536)
+    small = dataclasses.replace(HARDWARE["h200"], memory_bytes=2e8, communicator_bytes=0.0)
+    found = program_of((small, 4))
     assert not found.holds
     assert "GB can be used" in str(found)

@@ -32,7 +32,7 @@ from jaxpipe.weights import Rename, rename, rename_back
 eqx_zoo = pytest.importorskip("eqx_zoo")
 eqx = pytest.importorskip("equinox")
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of theirs
+pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
 LENGTH = 24
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
