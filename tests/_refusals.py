@@ -9,7 +9,7 @@ import pytest
 from jaxpipe.errors import JaxpipeError
 
 VALUE = re.compile(r"\b(but|got|not|without|no)\b")
-REPAIR = re.compile(r"[.?:;]\s+([-*] )?[A-Z].*[.?)]$", re.DOTALL)
+REPAIR = re.compile(r"[.?:;]\s+([-*] )?[A-Z].*[.?)]", re.DOTALL)
 """A further sentence: what to change."""
 
 
