@@ -170,11 +170,8 @@ def test_traced_code_must_give_a_key() -> None:
         with tracker.fork() as key:
             return x + jax.random.normal(key, x.shape)
 
-    with pytest.raises(
-        LayerError,
-        match=r"key=None for stream 'model-parallel-rng'\. Write fork\('model-parallel-rng",
-    ):
-        jax.jit(layer)(jnp.ones(2))
+    words = "key=None for stream 'model-parallel-rng'. Write fork('model-parallel-rng"
+    assert_refused(LayerError, words, jax.jit(layer), jnp.ones(2))
     assert tracker.get_states()["model-parallel-rng"].num_forks == 0
 
 

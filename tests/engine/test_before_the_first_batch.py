@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from _refusals import assert_refused
 from _small import MICROBATCH, SIZES, build, build_alone, entries, entry, module
 
 from jaxpipe import LayerSpec
@@ -51,10 +52,8 @@ def test_given_parameters_need_no_batch() -> None:
 def test_parameters_are_checked_as_soon_as_shapes_are_known() -> None:
     params = parameters()
     del params["layers"]["1_Dense"]["bias"]
-    with pytest.raises(
-        LayerError, match=r"missing layers/1_Dense/bias\. Pass a tree as PipelineModule\.init"
-    ):
-        build_alone(model_parameters=params, example_batch=entry())
+    words = "missing layers/1_Dense/bias. Pass a tree as PipelineModule.init"
+    assert_refused(LayerError, words, build_alone, model_parameters=params, example_batch=entry())
 
 
 def test_evaluating_without_a_loss_names_predict() -> None:

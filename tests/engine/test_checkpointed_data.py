@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from _covering import slow_after, soak_after
 from _leaves import assert_same, leaves, scalars
+from _refusals import assert_refused
 from _small import FEATURES, MICROBATCH, build, build_alone, entries, entry, module
 from _stateful import Own, Sampled, Streamed
 
@@ -394,8 +395,7 @@ def test_a_refused_load_leaves_the_place(
     reading, path, wanted = stored
     reading.load_checkpoint(path)
     for held in (engine, reading):
-        with pytest.raises(CheckpointError, match=r"unexpected: layers/2_Dense"):
-            held.load_checkpoint(misfit)
+        assert_refused(CheckpointError, "unexpected: layers/2_Dense", held.load_checkpoint, misfit)
     losses(engine, loader, 1)
     assert loader.get_state() == {"position": 1}
     assert losses(reading) == wanted
@@ -411,8 +411,7 @@ def test_a_place_waits_for_its_iterator(
     wanted = losses(engine, loader)
     waiting = build_alone(example_batch=entry())
     waiting.load_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"unexpected: layers/2_Dense"):
-        waiting.load_checkpoint(misfit)
+    assert_refused(CheckpointError, "unexpected: layers/2_Dense", waiting.load_checkpoint, misfit)
     waiting.save_checkpoint(tmp_path, "again")
     again = RepeatingLoader(ENTRIES)
     waiting.set_dataiterator(again)
@@ -502,10 +501,8 @@ def test_a_place_between_batches_of_another_size(
 ) -> None:
     path = stored[1]
     target = build(module(stages=1), {"train_micro_batch_size_per_gpu": 3}, training_data=SAMPLES)
-    with pytest.raises(
-        DataError, match=r"got samples=8 and batch_size=3. Use a batch size that divides 8"
-    ):
-        target.load_checkpoint(path)
+    words = "got samples=8 and batch_size=3. Use a batch size that divides 8"
+    assert_refused(DataError, words, target.load_checkpoint, path)
     assert target.global_steps == 0
     assert place(target)["iterator"].items() >= {"epoch": 0, "samples": 0}.items()
     target.load_checkpoint(path, load_module_only=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from _covering import slow_after
 from _leaves import assert_same, differing, leaves, scalars
+from _refusals import assert_refused
 from _runs import FP16, KINDS, NOTHING, ZERO, Run, batch, moment, run_of
 from _small import ADAM, FEATURES, SIZES, build, entry, mean_square, module
 from _tolerances import ROUNDING, assert_close, assert_loss
@@ -195,10 +196,8 @@ def test_after_the_smallest_loss_scale(root: Path) -> None:
     """An engine that had to stop goes on from a checkpoint of before."""
     run = run_of("fp16-zero", root)
     run.engine.load_checkpoint(run.folder)
-    with pytest.raises(
-        PipelineError, match=r"an overflow at fp16\.min_loss_scale=1, below which it cannot fall"
-    ):
-        train_to_the_smallest_loss_scale(run)
+    words = "an overflow at fp16.min_loss_scale=1, below which it cannot fall"
+    assert_refused(PipelineError, words, train_to_the_smallest_loss_scale, run)
     run.engine.load_checkpoint(run.folder)
     assert scalars(run.engine) == run.late.scalars
     assert float(run.engine.train_batch(batch(3))) == run.loss
@@ -248,11 +247,8 @@ def test_nothing_to_load(tmp_path: Path) -> None:
 
 
 def test_nothing_to_save(tmp_path: Path) -> None:
-    with pytest.raises(
-        PipelineError,
-        match=r"must know the shapes .* but none has been seen. Give initialize\(example_batch=",
-    ):
-        build().save_checkpoint(tmp_path)
+    words = "must know the shapes ... but none has been seen. Give initialize(example_batch="
+    assert_refused(PipelineError, words, build().save_checkpoint, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -308,11 +304,8 @@ def test_a_checkpoint_that_cannot_tell_its_shapes(tmp_path: Path) -> None:
     inputs, labels = entry()
     build(layers(), example_batch=(Boxed(inputs), labels)).save_checkpoint(tmp_path)
     engine = build(layers())
-    with pytest.raises(
-        PipelineError,
-        match=r"must know the shapes of a batch before this.*Give initialize\(example_batch=",
-    ):
-        engine.load_checkpoint(tmp_path)
+    words = "must know the shapes of a batch before this ... Give initialize(example_batch="
+    assert_refused(PipelineError, words, engine.load_checkpoint, tmp_path)
     build(layers(), example_batch=(Boxed(inputs), labels)).load_checkpoint(tmp_path)
 
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 from _covering import slow_after, soak_after
 from _models import bend
+from _refusals import assert_refused
 from _tolerances import BFLOAT16, FLOAT16, GRADIENT, assert_close, assert_loss, tree_error
 from flax import nnx
 
@@ -173,15 +174,10 @@ def test_a_smaller_microbatch() -> None:
     engine.eval()
     assert_loss(engine(*batch[1]), mean_square(engine(batch[1][0]), batch[1][1]))
     engine.train()
-    with pytest.raises(
-        DataError,
-        match=r"got 3 samples for 2 replicas\. Leave out the last 1, or use a data set with",
-    ):
-        engine(*(x[:3] for x in batch[0]))
-    with pytest.raises(
-        DataError, match=r"3 \* 2 = 6 samples as its first dim, but got inputs = float32\[7, 3\]"
-    ):
-        engine(*(np.concatenate([x, x[:1]]) for x in batch[0]))
+    words = "got 3 samples for 2 replicas. Leave out the last 1, or use a data set with"
+    assert_refused(DataError, words, engine, *(x[:3] for x in batch[0]))
+    words = "3 * 2 = 6 samples as its first dim, but got inputs = float32[7, 3]"
+    assert_refused(DataError, words, engine, *(np.concatenate([x, x[:1]]) for x in batch[0]))
 
 
 FP16 = {
@@ -360,38 +356,24 @@ def test_backward_takes_only_the_last_loss(shared: UnpipelinedEngine) -> None:
     shared.backward(loss)
     with pytest.raises(PipelineError, match=match):
         shared.backward(loss)
-    with pytest.raises(
-        PipelineError,
-        match=r"backward without step at micro_steps=2\. Call engine\.step\(\) after each",
-    ):
-        shared(inputs, labels)
+    words = "backward without step at micro_steps=2. Call engine.step() after each"
+    assert_refused(PipelineError, words, shared, inputs, labels)
     shared.step()
-    with pytest.raises(
-        PipelineError, match=r"step must follow a backward, but got none since micro_steps=3\. Call"
-    ):
-        shared.step()
-    with pytest.raises(
-        PipelineError,
-        match=r"within a batch, but got 1 of gradient_accumulation_steps=2 microb.*Continue",
-    ):
-        shared.train_batch(iter(entries(2, 2)))
+    words = "step must follow a backward, but got none since micro_steps=3. Call"
+    assert_refused(PipelineError, words, shared.step)
+    words = "within a batch, but got 1 of gradient_accumulation_steps=2 microb ... Continue"
+    assert_refused(PipelineError, words, shared.train_batch, iter(entries(2, 2)))
     shared.backward(shared(inputs, labels))
     shared.step()
     assert (shared.micro_steps, shared.global_steps) == (4, 2)
 
 
 def test_training_needs_labels_and_an_optimizer(shared: UnpipelinedEngine) -> None:
-    with pytest.raises(
-        PipelineError,
-        match=r"given labels, but got labels=None\. Call engine\(inputs, labels\), or",
-    ):
-        shared(entries(1, 2)[0][0])
+    words = "given labels, but got labels=None. Call engine(inputs, labels), or"
+    assert_refused(PipelineError, words, shared, entries(1, 2)[0][0])
     engine = build(Net(), optimizer=None)
-    with pytest.raises(
-        PipelineError,
-        match=r"got optimizer=None\. Give initialize\(optimizer=\.\.\.\).*engine\.eval",
-    ):
-        engine(*entries(1)[0])
+    words = "got optimizer=None. Give initialize(optimizer=...) ... engine.eval"
+    assert_refused(PipelineError, words, engine, *entries(1)[0])
     engine.eval()
     assert engine(entries(1)[0][0][:1]).shape == (1, 2)
     assert np.isfinite(float(engine(*entries(1)[0])))
@@ -469,20 +451,14 @@ def test_a_model_of_several_inputs_that_returns_its_loss(by_name: bool) -> None:
         jax.tree.map(lambda p, g: p - np.float32(0.1) * g, params, grads),
     )
     for args, named, got in (((a, b, weight, b), {}, "4 of them"), ((a, b), {"b": b}, "b twice")):
-        with pytest.raises(
-            PipelineError,
-            match=rf"engine\(inputs, b, weight\).*but got {got}\. Pass what the model's call tak",
-        ):
-            engine(*args, **named)
+        words = f"engine(inputs, b, weight) ... but got {got}. Pass what the model's call tak"
+        assert_refused(PipelineError, words, engine, *args, **named)
 
 
 def test_more_inputs_than_labels(shared: UnpipelinedEngine) -> None:
     x, y = entries(1, 2)[0]
-    with pytest.raises(
-        PipelineError,
-        match=r"engine\(inputs, labels\).*got 3 of them\. Pass the model's other inputs",
-    ):
-        shared(x, y, x)
+    words = "engine(inputs, labels) ... got 3 of them. Pass the model's other inputs"
+    assert_refused(PipelineError, words, shared, x, y, x)
 
 
 def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
