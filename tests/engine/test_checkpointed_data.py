@@ -387,20 +387,6 @@ def misfit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_refused_load_leaves_the_place(
-    engine: PipelineEngine, stored: tuple[PipelineEngine, Path, list[float]], misfit: Path
-) -> None:
-    loader = RepeatingLoader(ENTRIES)
-    losses(engine, loader)
-    reading, path, wanted = stored
-    reading.load_checkpoint(path)
-    for held in (engine, reading):
-        assert_refused(CheckpointError, "unexpected: layers/2_Dense", held.load_checkpoint, misfit)
-    losses(engine, loader, 1)
-    assert loader.get_state() == {"position": 1}
-    assert losses(reading) == wanted
-
-
 def test_a_place_waits_for_its_iterator(
     engine: PipelineEngine, misfit: Path, tmp_path: Path
 ) -> None:
@@ -442,30 +428,16 @@ def reading() -> PipelineEngine:
     return engine
 
 
-@pytest.mark.parametrize(
-    ("name", "state"),
-    [("list", r"\{'position': 4\}"), ("own", r"b'.*'")],
-    ids=["list", "own"],
-)
 def test_the_place_of_another_kind_of_iterator(
-    name: str,
-    state: str,
-    engine: PipelineEngine,
-    reading: PipelineEngine,
-    start: Path,
-    tmp_path: Path,
+    engine: PipelineEngine, reading: PipelineEngine, tmp_path: Path
 ) -> None:
     """The error comes before anything is changed."""
-    engine.set_dataiterator(ITERATORS[name]())
+    engine.set_dataiterator(Counting())
     losses(engine, None, 2)
     engine.save_checkpoint(tmp_path)
     held, counted, at = leaves(reading), scalars(reading), place(reading)
-    with pytest.raises(
-        DataError,
-        match=rf"the same kind, but got state={state} and loader=<BatchLoader>. Pass the loader "
-        r"that was",
-    ):
-        reading.load_checkpoint(tmp_path)
+    words = "the same kind, but got state=b' ... and loader=<BatchLoader>. Pass the loader that was"
+    assert_refused(DataError, words, reading.load_checkpoint, tmp_path)
     assert_same(leaves(reading), held)
     assert (scalars(reading), place(reading)) == (counted, at)
 

@@ -13,13 +13,10 @@ from _leaves import assert_same, differing, leaves, scalars
 from _refusals import assert_refused
 from _runs import FP16, KINDS, NOTHING, ZERO, Run, batch, moment, run_of
 from _small import ADAM, FEATURES, SIZES, build, entry, mean_square, module
-from _tolerances import ROUNDING, assert_close, assert_loss
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology
-from jaxpipe.checkpoint import load_collections, load_params
 from jaxpipe.errors import PipelineError
-from jaxpipe.layers import flatten_dict
 
 
 @pytest.fixture(scope="module")
@@ -136,19 +133,6 @@ def test_a_rate_that_was_set_is_kept(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "data"),
-    slow_after(1, [("tied-reporting", 1, 2), ("warmup-zero", 2, 1)], unpack=True),
-)
-def test_training_goes_on_in_another_layout(name: str, stages: int, data: int, root: Path) -> None:
-    run = run_of(name, root)
-    config = {"train_micro_batch_size_per_gpu": 4 // data}
-    engine = run.kind.engine(stages=stages, data=data, config=config)
-    engine.load_checkpoint(run.folder)
-    assert_loss(engine.train_batch(batch(3)), run.loss, tolerance=ROUNDING)
-    assert (engine.global_steps, engine.global_samples) == (4, 32)
-
-
-@pytest.mark.parametrize(
     ("source", "config", "scale"),
     slow_after(
         3,
@@ -203,40 +187,6 @@ def test_after_the_smallest_loss_scale(root: Path) -> None:
     assert float(run.engine.train_batch(batch(3))) == run.loss
 
 
-@pytest.mark.parametrize("tag", [None, "early"])
-def test_parameters_without_an_engine(run: Run, tag: str | None) -> None:
-    engine = run.engine
-    engine.load_checkpoint(run.folder, tag)
-    params, collections = load_params(run.folder, tag), load_collections(run.folder, tag)
-    for loaded, held in (
-        (params, engine.module_state_dict()),
-        (collections, engine.module_collections()),
-    ):
-        assert jax.tree.structure(loaded) == jax.tree.structure(held)
-        assert_same(
-            *(
-                {"/".join(path): leaf for path, leaf in flatten_dict(x).items()}
-                for x in (loaded, held)
-            )
-        )
-
-
-def test_parameters_run_on_one_device(root: Path) -> None:
-    run = run_of("tied-reporting", root)
-    run.engine.load_checkpoint(run.folder)
-    inputs = entry(5, samples=4)[0]
-    outputs, _, _ = run.engine.module.call(
-        load_params(run.folder), load_collections(run.folder), inputs
-    )
-    assert_close(run.engine.predict(inputs), outputs)
-    adam = run_of("adam", root)
-    adam.engine.load_checkpoint(adam.folder, "early")
-    assert_close(
-        adam.engine.predict(inputs),
-        adam.engine.module.apply(load_params(adam.folder, "early"), inputs),
-    )
-
-
 def test_nothing_to_load(tmp_path: Path) -> None:
     engine = build()
     with pytest.warns(
@@ -244,12 +194,6 @@ def test_nothing_to_load(tmp_path: Path) -> None:
     ) as caught:
         assert engine.load_checkpoint(tmp_path) == (None, {})
     assert caught[0].filename == __file__
-
-
-def test_nothing_to_save(tmp_path: Path) -> None:
-    words = "must know the shapes ... but none has been seen. Give initialize(example_batch="
-    assert_refused(PipelineError, words, build().save_checkpoint, tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 class OwnLoss(nn.Module):

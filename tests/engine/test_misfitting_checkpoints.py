@@ -54,47 +54,12 @@ def test_another_schedule(source: str, target: str, match: str, root: Path) -> N
     assert engine.get_lr() == early.rates
 
 
-def test_layers_that_do_not_fit_are_named(adam: Run) -> None:
-    lacking, other = "missing: layers/2_Dense", "of another shape: layers/"
-    for widths, found in (
-        ((3, 1, 1), f"{lacking}. Build"),
-        ((3,), "unexpected: layers/1_Dense. Build"),
-        (
-            (3, 2),
-            f"{other}1_Dense/bias (float32[1], not float32[2]), layers/1_Dense/kernel (",
-        ),
-        (
-            (5,),
-            f"unexpected: layers/1_Dense; {other}0_Dense/bias ( ... ), layers/0_Dense/kernel (flo",
-        ),
-        ((3, 2, 1), f"{lacking}; {other}1_Dense/bias (float32[1], not float32[2])"),
-    ):
-        engine = build(dense(*widths, stages=1, partition_method="uniform"))
-        words = "global_step3 must hold the layers of the model, but got "
-        words += f"{found} ... load_module_strict=F"
-        assert_refused(CheckpointError, words, engine.load_checkpoint, adam.folder)
-        assert engine.global_steps == engine.global_samples == 0
-
-
 @pytest.fixture(scope="module")
 def other() -> Any:
     """An engine of three layers, of which the first is that of the others."""
     engine = build(dense(3, 2, 1))
     engine.train_batch(batch(7))
     return engine
-
-
-def test_a_refused_load_changes_nothing(adam: Run, other: Any) -> None:
-    before, counted, metrics = leaves(other), scalars(other), other.metrics
-    for strict, tag, match in (
-        (True, None, "of another shape: layers/1_Dense"),
-        (False, "none", "holds the checkp"),
-    ):
-        with pytest.raises(CheckpointError, match=match):
-            other.load_checkpoint(adam.folder, tag, load_module_strict=strict)
-        assert_same(leaves(other), before)
-        assert scalars(other) == counted
-        assert other.metrics == metrics
 
 
 def test_a_refused_load_leaves_shapes_open(root: Path, adam: Run) -> None:
