@@ -22,9 +22,9 @@ def test_shapes_are_asked_for_with_an_example(tmp_path: Path) -> None:
     engine = build_alone()
     words = (
         "must know the shapes ... but none has been seen. Give initialize(example_batch=(inputs, "
+        f"labels)) arrays or jax.ShapeDtypeStructs of {MICROBATCH} samples ... such as "
+        f"jax.ShapeDtypeStruct(({MICROBATCH}, 128), jnp.int32); or training_data="
     )
-    words += f"labels)) arrays or jax.ShapeDtypeStructs of {MICROBATCH} samples ... such as "
-    words += f"jax.ShapeDtypeStruct(({MICROBATCH}, 128), jnp.int32); or training_data="
     assert_refused(PipelineError, words, engine.module_state_dict)
     assert_refused(PipelineError, words, engine.module_collections)
     assert_refused(PipelineError, words, engine.save_checkpoint, tmp_path)
@@ -55,10 +55,8 @@ def test_parameters_are_checked_as_soon_as_shapes_are_known() -> None:
 
 def test_evaluating_without_a_loss_names_predict() -> None:
     engine = build(module(loss_fn=None))
-    words = (
-        "got float32[2, 1]. Without loss_fn it is the loss; for the output itself call predict(in"
-    )
-    assert_refused(LayerError, words + "puts). Return", engine.eval_batch, entries())
+    words = "got float32[2, 1]. Without loss_fn it is the loss; ... call predict(inputs). Return"
+    assert_refused(LayerError, words, engine.eval_batch, entries())
     assert engine.predict(entry()[0]).shape == (MICROBATCH, 1)
 
 

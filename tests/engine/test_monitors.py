@@ -348,8 +348,6 @@ def test_a_missing_library_is_named_before_anything_compiles(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for section in ("tensorboard", "wandb", "comet", "mlflow", "trackio"):
-        words = (
-            f"^{section}.enabled must be false unless the package ... is installed ... pip insta"
-        )
-        words += f"ll 'jaxpipe[{section}]'"
+        unless = "must be false unless the package ... is installed ... pip install"
+        words = f"^{section}.enabled {unless} 'jaxpipe[{section}]'"
         assert_refused(ConfigError, words, build_alone, config={section: {"enabled": True}})

@@ -380,12 +380,9 @@ def test_training_needs_labels_and_an_optimizer(shared: UnpipelinedEngine) -> No
 
 
 def test_weights_beside_losses_of_layers() -> None:
-    match = (
-        r"\(sum, weight\) must be alone.*steps=2 and the layers' loss '0_Balanced/balance'.*Call "
-        r"train_batch"
-    )
-    with pytest.raises(PipelineError, match=match):
-        build(Balanced(), masked_square, count=2)(*entries(1)[0])
+    words = "(sum, weight) must be alone ... steps=2 and the layers' loss '0_Balanced/balance' ... "
+    call = build(Balanced(), masked_square, count=2)
+    assert_refused(PipelineError, words + "Call train_batch", call, *entries(1)[0])
 
 
 def test_a_model_whose_output_is_the_loss() -> None:

@@ -294,8 +294,7 @@ def test_what_cannot_have_adapters_is_refused() -> None:
     pair = [nn.Dense(3), nn.Dense(3)]
     for layer in (nn.Sequential(pair), LayerSpec(nn.Sequential, pair), LayerSpec(NNXBlock)):
         targets = ["1_.*kernel", "qery/kernel"]
-        words = "must each find a kernel ... but got 'qery/kernel', which finds none of ... . The "
-        words += "nearest are: layers/"
+        words = "must each find a kernel ... but got 'qery/kernel', which ... nearest are: layers/"
         refused(words, trace, [nn.Dense(DIM), layer], targets, 2, LENGTH, DIM)
     for equation, kernel, shape in (
         ("bd,ndh->bnh", (2, 4, 3), (2, 4)),

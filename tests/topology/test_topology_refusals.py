@@ -44,8 +44,8 @@ def test_ranks_and_coordinates() -> None:
     words = "but got pipe=0, data=1, model=0. Use filter_match"
     refused(words, topology.get_rank, pipe=0, data=1, model=0)
     for pipe, data in ((2, 0), (0, 4), (-1, 0)):
-        words = f"in the topology (pipe=2, data=4), but got pipe={pipe}, data={data}. Count each "
-        refused(words + "axis from 0", topology.get_rank, pipe=pipe, data=data)
+        words = f"(pipe=2, data=4), but got pipe={pipe}, data={data}. Count each axis from 0"
+        refused(words, topology.get_rank, pipe=pipe, data=data)
     for rank in (8, -1):
         words = f"[0, 8) ... pipe=2, data=4, but got rank={rank}. Ranks are counted"
         refused(words, topology.get_coord, rank)
@@ -120,10 +120,13 @@ def test_stages_and_topology_that_disagree() -> None:
     given = PipeDataParallelTopology(4, 2)
     words = "(pipe=4, data=2), but got num_stages=2. Leave ... pass num_stages=4"
     refused(words, topology_for, 2, given, 8)
-    words = "(pipe=4, data=2), but got num_model=2. ... PipeModelDataParallelTopology(num_pp=4, "
-    refused(words + "num_mp=2, num_dp=2)", topology_for, None, given, 16, num_model=2)
-    words = "has 8 places (pipe=4, data=2), but jax.device_count()=6. Ask for a topology whose axes"
-    words += " multiply to 6 or less, or start with 8 devices: ... 'jax_num_cpu_devices', 8"
+    repair = "PipeModelDataParallelTopology(num_pp=4, num_mp=2, num_dp=2)"
+    words = f"(pipe=4, data=2), but got num_model=2. ... {repair}"
+    refused(words, topology_for, None, given, 16, num_model=2)
+    words = (
+        "has 8 places (pipe=4, data=2), but jax.device_count()=6. Ask for a topology whose axes "
+        "multiply to 6 or less, or start with 8 devices: ... 'jax_num_cpu_devices', 8"
+    )
     refused(words, topology_for, None, given, 6)
     for axes, words in (
         (["pipe"], "but got pipe=2. Add 'data', of length 1"),
