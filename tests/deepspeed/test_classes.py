@@ -117,9 +117,8 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
     assert error.value.paths == ("fp16.clip", "train_batch_size", "pipeline.x", "fp16.enabled")
 
 
-@pytest.mark.parametrize(
-    ("config", "valid"),
-    [
+def test_validity_is_a_bool() -> None:
+    for config, valid in (
         (Config(), True),
         (BatchConfig(train_batch_size=8), True),
         (BatchConfig(), False),
@@ -132,10 +131,8 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
         (TrainingConfig(), False),
         (TrainingConfig(batch=BatchConfig(train_batch_size=8)), True),
         (TrainingConfig(batch={"train_batch_size": 8}, fp16={"clip": "x"}), False),
-    ],
-)
-def test_validity_is_a_bool(config: Config, valid: bool) -> None:
-    assert config.is_valid() is valid
+    ):
+        assert config.is_valid() is valid, config
 
 
 def test_copies_and_pickles() -> None:
