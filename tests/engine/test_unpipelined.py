@@ -1,6 +1,7 @@
 """Forward, backward and step of a plain model, against one device and against whole batches."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -342,27 +343,25 @@ def _loss(engine: UnpipelinedEngine, entry: Any) -> float:
 
 
 def test_backward_takes_only_the_last_loss(shared: UnpipelinedEngine) -> None:
-    match = (
-        r"the very array that the last forward.*got loss=.*pass it unchanged. Scale or combine "
-        r"losses inside loss_fn"
+    refused = partial(assert_refused, PipelineError)
+    other = (
+        "the very array that the last forward ... got loss= ... pass it unchanged. Scale or "
+        "combine losses inside loss_fn"
     )
-    with pytest.raises(PipelineError, match=match):
-        shared.backward(jnp.float32(1.0))
+    refused(other, shared.backward, jnp.float32(1.0))
     ((inputs, labels),) = entries(1, 2)
     old, loss = shared(inputs, labels), shared(inputs, labels)
-    for other in (old, loss * 2.0, float(loss)):
-        with pytest.raises(PipelineError, match=match):
-            shared.backward(other)
+    for wrong in (old, loss * 2.0, float(loss)):
+        refused(other, shared.backward, wrong)
     shared.backward(loss)
-    with pytest.raises(PipelineError, match=match):
-        shared.backward(loss)
+    refused(other, shared.backward, loss)
     words = "backward without step at micro_steps=2. Call engine.step() after each"
-    assert_refused(PipelineError, words, shared, inputs, labels)
+    refused(words, shared, inputs, labels)
     shared.step()
     words = "step must follow a backward, but got none since micro_steps=3. Call"
-    assert_refused(PipelineError, words, shared.step)
+    refused(words, shared.step)
     words = "within a batch, but got 1 of gradient_accumulation_steps=2 microb ... Continue"
-    assert_refused(PipelineError, words, shared.train_batch, iter(entries(2, 2)))
+    refused(words, shared.train_batch, iter(entries(2, 2)))
     shared.backward(shared(inputs, labels))
     shared.step()
     assert (shared.micro_steps, shared.global_steps) == (4, 2)
@@ -460,18 +459,16 @@ def test_more_inputs_than_labels(shared: UnpipelinedEngine) -> None:
 
 def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
     params = {"Dense_0": {"kernel": np.ones((4, 4), np.float32)}}
-    match = (
-        r"missing Dense_0/bias; missing Dense_1/.*Pass variables\['params'\] of the model's own "
-        r"init"
+    words = (
+        "missing Dense_0/bias; missing Dense_1/ ... Pass variables['params'] of the model's own "
     )
-    with pytest.raises(LayerError, match=match) as caught:
-        build(Net(), model_parameters=params, example_batch=entries(1)[0])
-    assert "0_Net" not in str(caught.value)
+    given = {"model_parameters": params, "example_batch": entries(1)[0]}
+    assert_refused(LayerError, words + "init", build, Net(), **given)
     late = build(Net(), model_parameters=params)
-    with pytest.raises(LayerError, match=match):
-        late.train_batch(iter(entries(1)))
-    with pytest.raises(LayerError, match=r"unexpected params/.*Pass variables\['params'\]"):
-        build(Net(), model_parameters={"params": params}, example_batch=entries(1)[0])
+    assert_refused(LayerError, words + "init", late.train_batch, iter(entries(1)))
+    words = "unexpected params/ ... Pass variables['params']"
+    given["model_parameters"] = {"params": params}
+    assert_refused(LayerError, words, build, Net(), **given)
 
 
 @pytest.mark.slow

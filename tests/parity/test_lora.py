@@ -331,11 +331,9 @@ def test_adapters_of_two_calls_have_their_own_ranks() -> None:
         made = flatten_dict(params_of(adapted))
         ranks = {path[-2]: leaf.shape[-1] for path, leaf in made.items() if path[-1] == "lora_a"}
         assert ranks == {first: 2, second: 3}
-        with pytest.raises(
-            LayerError,
-            match=r"one adapter, but got targets of 2 calls of lora that find 'layers/0_",
-        ):
-            params_of(lora(lora([block], 2, ALPHA, first), 3, ALPHA, f"{first}|{second}"))
+        adapted = lora(lora([block], 2, ALPHA, first), 3, ALPHA, f"{first}|{second}")
+        words = "one adapter, but got targets of 2 calls of lora that find 'layers/0_"
+        assert_refused(LayerError, words, params_of, adapted)
 
 
 def params_of(layers: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-import pytest
+from _refusals import assert_refused
 
 from jaxpipe.errors import TopologyError
 from jaxpipe.topology import (
@@ -14,10 +14,9 @@ def test_replicas_take_all_devices_or_it_is_an_error() -> None:
         for num_stages in range(1, 18):
             for num_model in (1, 2, 3):
                 if num_devices % (num_stages * num_model):
-                    with pytest.raises(
-                        TopologyError, match=rf"devices \({num_devices}\).*num_stages={num_stages}"
-                    ):
-                        topology_for(num_stages, None, num_devices, num_model)
+                    words = f"devices ({num_devices}) ... num_stages={num_stages}"
+                    case = (num_stages, None, num_devices, num_model)
+                    assert_refused(TopologyError, words, topology_for, *case)
                     continue
                 topology = topology_for(num_stages, None, num_devices, num_model)
                 assert topology.world_size() == num_devices
