@@ -103,27 +103,18 @@ def test_configurations() -> None:
 
 
 def test_what_is_said_in_two_places() -> None:
-    for words, model, config in (
-        (
-            "pipeline.partition='trunk' and partition_method='uniform'",
-            *({"partition_method": "uniform"}, piped(partition="trunk")),
-        ),
-        (
-            "checkpoint_interval=1 and activation_checkpoint_interval=2",
-            {"activation_checkpoint_interval": 2},
-            piped(activation_checkpoint_interval=1),
-        ),
-        (
-            "pipeline.seed_layers=False and seed_layers=True",
-            *({"seed_layers": True}, piped(seed_layers=False)),
-        ),
-        (
-            "dtype of bf16.enabled=True='bfloat16' and compute_dtype='float16'",
-            *({"compute_dtype": "float16"}, configured(bf16={"enabled": True})),
-        ),
-    ):
-        words += ". Set it in one place"
-        initialize(ConfigError, words, model=module(**model), **config)
+    def refused(words: str, config: dict[str, Any], **settings: Any) -> None:
+        words = f"{words}. Set it in one place"
+        initialize(ConfigError, words, model=module(**settings), **config)
+
+    words = "pipeline.partition='trunk' and partition_method='uniform'"
+    refused(words, piped(partition="trunk"), partition_method="uniform")
+    words = "checkpoint_interval=1 and activation_checkpoint_interval=2"
+    refused(words, piped(activation_checkpoint_interval=1), activation_checkpoint_interval=2)
+    words = "pipeline.seed_layers=False and seed_layers=True"
+    refused(words, piped(seed_layers=False), seed_layers=True)
+    words = "dtype of bf16.enabled=True='bfloat16' and compute_dtype='float16'"
+    refused(words, configured(bf16={"enabled": True}), compute_dtype="float16")
 
 
 def test_meshes_and_topologies() -> None:
@@ -177,51 +168,34 @@ def test_optimizers_and_schedules() -> None:
     """By an engine and without one."""
     model, mesh = module(), jaxpipe.mesh_for(module())
     warmup = {"scheduler": WARMUP}
-    for words, optimizer, schedule, sections in (
-        (
-            "got optimizer=Grad ... optimizer.type='Adam' ... Remove one of them",
-            *(SGD, None, {"optimizer": ADAM}),
-        ),
-        (
-            "lr_scheduler=<f ... 'WarmupLR' in the ... Remove one of them",
-            *(optax.sgd, falling, warmup),
-        ),
-        ("'WarmupLR' and optimizer=Grad ... constructor, such as", SGD, None, warmup),
-        ("got lr_scheduler=<f ... optimizer=Grad ... Pass the constructor", SGD, falling, {}),
-        (
-            "have an optimizer ... type='WarmupLR' and optimizer=None. Pass the con",
-            *(None, None, warmup),
-        ),
-        (
-            "have an optimizer ... falling ... optimizer=None ... or name one in the section",
-            *(None, falling, {}),
-        ),
-        (
-            "got optimizer=<function sgd ... and no schedule. Call it, as in optax.adamw",
-            *(optax.sgd, None, {}),
-        ),
-        (
-            "a function of learning_rate, ... =<function scale ... Pass for instance optax.adamw",
-            *(optax.scale, falling, {}),
-        ),
-        (
-            "got lr_scheduler='cosine', which is not a function. Pass for example optax.cosine",
-            *(optax.sgd, "cosine", {}),
-        ),
-        (
-            "<lambda> ... rates of shape=(3,). Pass for example",
-            *(optax.sgd, lambda count: np.ones(3), {}),
-        ),
-        (
-            "WarmupLR'>, which fails with: ... Pass ... optim.WarmupLR(",
-            *(optax.sgd, jaxpipe.optim.WarmupLR, {}),
-        ),
-        ("scheduler.params.warmup_max_lr must be a number ... Set", optax.sgd, None, warmup),
-    ):
-        config, given = {**CONFIG, **sections}, {"lr_scheduler": schedule}
+
+    def refused(words: str, optimizer: Any, schedule: Any = None, sections: Any = None) -> None:
+        config, given = {**CONFIG, **(sections or {})}, {"lr_scheduler": schedule}
         initialize(ConfigError, words, optimizer=optimizer, config=config, **given)
         call = partial(jaxpipe.make_pipeline, model, optimizer, config, mesh, entry())
         assert_refused(ConfigError, words, call, **given)
+
+    words = "got optimizer=Grad ... optimizer.type='Adam' ... Remove one of them"
+    refused(words, SGD, None, {"optimizer": ADAM})
+    words = "lr_scheduler=<f ... 'WarmupLR' in the ... Remove one of them"
+    refused(words, optax.sgd, falling, warmup)
+    refused("'WarmupLR' and optimizer=Grad ... constructor, such as", SGD, None, warmup)
+    refused("got lr_scheduler=<f ... optimizer=Grad ... Pass the constructor", SGD, falling)
+    words = "have an optimizer ... type='WarmupLR' and optimizer=None. Pass the con"
+    refused(words, None, None, warmup)
+    words = "have an optimizer ... falling ... optimizer=None ... or name one in the section"
+    refused(words, None, falling)
+    words = "got optimizer=<function sgd ... and no schedule. Call it, as in optax.adamw"
+    refused(words, optax.sgd)
+    words = "a function of learning_rate, ... =<function scale ... Pass for instance optax.adamw"
+    refused(words, optax.scale, falling)
+    words = "got lr_scheduler='cosine', which is not a function. Pass for example optax.cosine"
+    refused(words, optax.sgd, "cosine")
+    words = "<lambda> ... rates of shape=(3,). Pass for example"
+    refused(words, optax.sgd, lambda count: np.ones(3))
+    words = "WarmupLR'>, which fails with: ... Pass ... optim.WarmupLR("
+    refused(words, optax.sgd, jaxpipe.optim.WarmupLR)
+    refused("scheduler.params.warmup_max_lr must be a number ... Set", optax.sgd, None, warmup)
 
 
 @pytest.fixture(scope="module")

@@ -163,19 +163,18 @@ def test_each_position_is_that_of_optax(labels_of: Any) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     given = dict(zip(("logits", "labels"), inputs(), strict=True))
-    for name, value, words in (
-        ("logits", np.float32(1), "must be an array ... got np.float32(1.0). Pass the model's out"),
-        (
-            *("labels", np.zeros(SHAPE, np.float32)),
-            "labels must be integers, ... but got float32. Pass jnp.argmax",
-        ),
-        (
-            *("labels", np.zeros((2, 4), int)),
-            "without their last dim, [2, 5], but got [2, 4]. Shift labels",
-        ),
-        ("weights", np.ones(5), "[2, 5], but got [5]. Broadcast them"),
-        ("label_smoothing", 1.5, "must be in [0, 1], but got label_smoothing=1.5"),
-        ("label_smoothing", float("nan"), "must be in [0, 1], but got label_smoothing=nan"),
-        ("z_loss", -1.0, "z_loss must be at least 0, but got z_loss=-1.0"),
-    ):
-        assert_refused(LayerError, words, cross_entropy, **{**given, name: value})
+
+    def refused(words: str, **changes: Any) -> None:
+        assert_refused(LayerError, words, cross_entropy, **{**given, **changes})
+
+    words = "logits must be an array ... got np.float32(1.0). Pass the model's output"
+    refused(words, logits=np.float32(1))
+    words = "labels must be integers, ... but got float32. Pass jnp.argmax"
+    refused(words, labels=np.zeros(SHAPE, np.float32))
+    words = "without their last dim, [2, 5], but got [2, 4]. Shift labels"
+    refused(words, labels=np.zeros((2, 4), int))
+    refused("[2, 5], but got [5]. Broadcast them", weights=np.ones(5))
+    for value in (1.5, float("nan")):
+        words = f"must be in [0, 1], but got label_smoothing={value}"
+        refused(words, label_smoothing=value)
+    refused("z_loss must be at least 0, but got z_loss=-1.0", z_loss=-1.0)

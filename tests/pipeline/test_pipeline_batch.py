@@ -135,21 +135,16 @@ def test_make_pipeline_uses_all_devices_without_a_mesh() -> None:
 
 
 def test_configurations_that_do_not_fit() -> None:
-    for words, kwargs, section in (
-        ("pipeline.stages=4 and num_stages=2. Change one", {}, {"stages": 4}),
-        (
-            "pipeline.partition='trunk' and ... ='uniform'",
-            *({"partition_method": "uniform"}, {"partition": "trunk"}),
-        ),
-        (
-            "pipeline.activation_checkpoint_interval=1 and activation_checkpoint_interval=2. Set "
-            "it in one place",
-            *({"activation_checkpoint_interval": n} for n in (2, 1)),
-        ),
-    ):
+    def refused(words: str, section: dict[str, Any], **kwargs: Any) -> None:
         config = {"train_micro_batch_size_per_gpu": 2, "pipeline": section}
-        made = module(**kwargs)
-        assert_refused(ConfigError, words, make_pipeline, made, SGD, config, mesh(), EXAMPLE)
+        given = (module(**kwargs), SGD, config, mesh(), EXAMPLE)
+        assert_refused(ConfigError, words, make_pipeline, *given)
+
+    refused("pipeline.stages=4 and num_stages=2. Change one", {"stages": 4})
+    words = "pipeline.partition='trunk' and ... ='uniform'"
+    refused(words, {"partition": "trunk"}, partition_method="uniform")
+    name = "activation_checkpoint_interval"
+    refused(f"pipeline.{name}=1 and {name}=2. Set it in one place", {name: 1}, **{name: 2})
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
     words = "3 * 2 = 6 samples ... int32[4, 3]"
     assert_refused(DataError, words, make_pipeline, module(), SGD, config, mesh(), EXAMPLE)
