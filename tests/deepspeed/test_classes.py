@@ -3,6 +3,7 @@ import pickle
 from typing import Any
 
 import pytest
+from _refusals import assert_refused
 
 from jaxpipe.config import FP16Section, PipelineConfig, TrainConfig, load_config
 from jaxpipe.deepspeed import BatchConfig, Config, FP16Config, TrainingConfig
@@ -116,9 +117,8 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
     assert error.value.paths == ("fp16.clip", "train_batch_size", "pipeline.x", "fp16.enabled")
 
 
-@pytest.mark.parametrize(
-    ("config", "valid"),
-    [
+def test_validity_is_a_bool() -> None:
+    for config, valid in (
         (Config(), True),
         (BatchConfig(train_batch_size=8), True),
         (BatchConfig(), False),
@@ -131,90 +131,8 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
         (TrainingConfig(), False),
         (TrainingConfig(batch=BatchConfig(train_batch_size=8)), True),
         (TrainingConfig(batch={"train_batch_size": 8}, fp16={"clip": "x"}), False),
-    ],
-)
-def test_validity_is_a_bool(config: Config, valid: bool) -> None:
-    assert config.is_valid() is valid
-
-
-def test_errors_of_resolve() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"must hold, but got 7 = 2 x \? x 1. Use a train_batch_size that is a mult",
     ):
-        BatchConfig(train_batch_size=7, train_micro_batch_size_per_gpu=2).resolve()
-    with pytest.raises(
-        ConfigError, match=r"^fp16.enabled must be true or false, but got fp16.enabled=1. Use true"
-    ):
-        FP16Config(enabled=1).resolve()
-    with pytest.raises(
-        ConfigError, match=r"^fp16.clip must be a finite number of at least 0, but got fp16.clip=-1"
-    ):
-        FP16Config(clip=-1).resolve()
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (
-            lambda: BatchConfig(train_batchsize=1),
-            r"^train_batchsize is not a field of BatchConfig. Did you mean train_ba",
-        ),
-        (
-            lambda: FP16Config(zzz=1),
-            r"^zzz is not a field of FP16Config. Use one of enabled, clip\.",
-        ),
-        (
-            lambda: TrainingConfig(batch={"train_batchsize": 1}),
-            r"^batch.train_batchsize is not a field of BatchConfig. Did you mean "
-            r"train_batch_size\?",
-        ),
-        (
-            lambda: TrainingConfig(batch=3),
-            r"^batch must be a dictionary or a BatchConfig, but got batch=3. Use BatchC",
-        ),
-        (
-            lambda: TrainingConfig(batch=FP16Config()),
-            r"^batch must be a dictionary or a BatchConfig, but got batch=FP16",
-        ),
-        (
-            lambda: Config(keys=1),
-            r"^keys must not be the name of a field of Config, but got keys=1: .* Choose another",
-        ),
-        (lambda: Config(_a=1), r"^_a must not be the name of a field of Config, but got _a=1"),
-        (
-            lambda: type("Bad", (Config,), {"items": 3})(),
-            r"^items must not be the name of a field of Bad, but got items=3",
-        ),
-    ],
-)
-def test_wrong_fields(make: Any, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        make()
-
-
-def test_fields_that_are_not_there() -> None:
-    with pytest.raises(
-        AttributeError, match=r"^evry is not a field of LogConfig. Did you mean every\?"
-    ):
-        _ = LogConfig().evry
-    with pytest.raises(AttributeError, match=r"^a is not a field of Config. Use one of no fields"):
-        _ = Config().a
-    with pytest.raises(KeyError):
-        LogConfig()["evry"]
-
-
-def test_nothing_changes() -> None:
-    config = LogConfig()
-    with pytest.raises(
-        AttributeError, match=r"LogConfig must not change, but got every=3. Make a new one"
-    ):
-        config.every = 3
-    with pytest.raises(
-        AttributeError, match=r"LogConfig must not change, but got del every. Make a new one"
-    ):
-        del config.every
-    assert config.every == 10
+        assert config.is_valid() is valid, config
 
 
 def test_copies_and_pickles() -> None:
@@ -245,32 +163,65 @@ def test_fields_of_a_subclass_that_are_keys() -> None:
     assert load_config(config) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
+def test_fields_that_are_not_there() -> None:
+    unknown = "is not a field of BatchConfig. Did you mean train_batch_size?"
+    config, name = LogConfig(), "must not be the name of a field of"
+    for words, make in (
+        (f"^train_batchsize {unknown}", lambda: BatchConfig(train_batchsize=1)),
+        (f"^batch.train_batchsize {unknown}", lambda: TrainingConfig(batch={"train_batchsize": 1})),
         (
-            ScriptConfig(gradient_clipping=1.0, fp16={"clip": 2.0}),
-            r"^gradient_clipping must be given once, but got gradient_clipping=1.0 and "
-            r"fp16.clip=2.0. Keep one",
+            "^zzz is not a field of FP16Config. Use one of enabled, clip.",
+            lambda: FP16Config(zzz=1),
         ),
         (
-            TrainingConfig(fp16={"clip": "x"}),
-            r"^fp16.clip must be a finite number of at least 0, but got fp16.clip='x'",
+            "^batch must be a dictionary or a BatchConfig, but got batch=3. Use BatchC",
+            lambda: TrainingConfig(batch=3),
         ),
         (
-            TrainingConfig(fp16={"enabled": "yes"}),
-            r"^fp16.enabled must be true or false, but got fp16.enabled='yes'",
+            "^batch must be a dictionary or a BatchConfig, but got batch=FP16",
+            lambda: TrainingConfig(batch=FP16Config()),
+        ),
+        (f"^keys {name} Config, but got keys=1: ... Choose another", lambda: Config(keys=1)),
+        (f"^_a {name} Config, but got _a=1", lambda: Config(_a=1)),
+        (f"^items {name} Bad, but got items=3", lambda: type("Bad", (Config,), {"items": 3})()),
+    ):
+        assert_refused(ConfigError, words, make)
+    for words, call in (
+        ("^evry is not a field of LogConfig. Did you mean every?", lambda: config.evry),
+        ("^a is not a field of Config. Use one of no fields", lambda: Config().a),
+        (
+            "LogConfig must not change, but got every=3. Make a new one",
+            lambda: setattr(config, "every", 3),
         ),
         (
+            "LogConfig must not change, but got del every. Make a new one",
+            lambda: delattr(config, "every"),
+        ),
+    ):
+        assert_refused(AttributeError, words, call)
+    assert_refused(KeyError, "evry", lambda: config["evry"])
+    assert config.every == 10
+
+
+def test_values_that_are_refused() -> None:
+    sizes = BatchConfig(train_batch_size=7, train_micro_batch_size_per_gpu=2)
+    words = "must hold, but got 7 = 2 x ? x 1. Use a train_batch_size that is a mult"
+    assert_refused(ConfigError, words, sizes.resolve)
+    enabled = "^fp16.enabled must be true or false, but got fp16.enabled="
+    assert_refused(ConfigError, enabled + "1. Use true", FP16Config(enabled=1).resolve)
+    clip = "^fp16.clip must be a finite number of at least 0, but got fp16.clip="
+    assert_refused(ConfigError, clip + "-1", FP16Config(clip=-1).resolve)
+    clipped = ScriptConfig(gradient_clipping=1.0, fp16={"clip": 2.0})
+    given = "^gradient_clipping must be given once, but got gradient_clipping=1.0 and fp16.clip=2.0"
+    unknown = "^pipeline.stagess is not a known key. Did you mean pipeline.stages"
+    for words, config in (
+        (given + ". Keep one", clipped),
+        (clip + "'x'", TrainingConfig(fp16={"clip": "x"})),
+        (enabled + "'yes'", TrainingConfig(fp16={"enabled": "yes"})),
+        (
+            "^train_batch_size must be an integer of at least 1, but got",
             TrainingConfig(batch={"train_batch_size": 0}),
-            r"^train_batch_size must be an integer of at least 1, but got",
         ),
-        (
-            ScriptConfig(pipeline={"stagess": 2}),
-            r"^pipeline.stagess is not a known key. Did you mean pipeline.stages",
-        ),
-    ],
-)
-def test_errors_of_the_conversion(config: TrainingConfig, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        load_config(config)
+        (unknown, ScriptConfig(pipeline={"stagess": 2})),
+    ):
+        assert_refused(ConfigError, words, load_config, config)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _refusals import assert_refused
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
@@ -169,11 +170,8 @@ def test_traced_code_must_give_a_key() -> None:
         with tracker.fork() as key:
             return x + jax.random.normal(key, x.shape)
 
-    with pytest.raises(
-        LayerError,
-        match=r"key=None for stream 'model-parallel-rng'\. Write fork\('model-parallel-rng",
-    ):
-        jax.jit(layer)(jnp.ones(2))
+    words = "key=None for stream 'model-parallel-rng'. Write fork('model-parallel-rng"
+    assert_refused(LayerError, words, jax.jit(layer), jnp.ones(2))
     assert tracker.get_states()["model-parallel-rng"].num_forks == 0
 
 
@@ -217,54 +215,22 @@ def test_there_is_one_tracker_per_context() -> None:
     assert copy_context().run(get_cuda_rng_tracker) is get_cuda_rng_tracker()
 
 
-def test_a_name_is_taken() -> None:
+def test_names_seeds_and_states_that_are_refused() -> None:
     tracker = CudaRNGStatesTracker()
+    words = "name='model-parallel-rng'; its streams: none. Call model_parallel_cuda"
+    assert_refused(ConfigError, words, tracker.fork().__enter__)
     tracker.add("a", 1)
-    with pytest.raises(ConfigError, match=r"name='a', whose seed is 1\. Choose another name"):
-        tracker.add("a", 2)
-
-
-def test_a_seed_is_taken() -> None:
-    tracker = CudaRNGStatesTracker()
-    tracker.add("a", 1)
-    with pytest.raises(ConfigError, match=r"seed=1, which stream 'a' uses\. Choose another seed"):
-        tracker.add("b", 1)
-
-
-def test_a_name_is_not_there() -> None:
-    tracker = CudaRNGStatesTracker()
-    with (
-        pytest.raises(
-            ConfigError,
-            match=r"name='model-parallel-rng'; its streams: none\. Call model_parallel_cuda",
-        ),
-        tracker.fork(),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("seed", [-1, 2**31, True, 1.5, "3"])
-def test_a_seed_is_an_integer(seed: Any) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"seed must be an integer in \[0, 2147483648\), but got seed=.*Pass a number",
-    ):
-        CudaRNGStatesTracker().add("a", seed)
-    with pytest.raises(ConfigError, match=r"seed=.*Pass a number"):
-        model_parallel_cuda_manual_seed(seed)
-    with pytest.raises(ConfigError, match=r"seed=.*Pass a number"):
-        model_parallel_reconfigure_tp_seed(seed)
-
-
-def test_states_are_a_mapping() -> None:
-    with pytest.raises(ConfigError, match=r"states=\[\]\. Pass the result of get_states\(\)"):
-        CudaRNGStatesTracker().set_states([])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("state", [3, (1, 2), (1, 2, 3), ("1", 0, False), None])
-def test_a_state_has_three_fields(state: Any) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"the state of stream 'a' must be an RNGState .*Pass the result of get_states",
-    ):
-        CudaRNGStatesTracker().set_states({"a": state})
+    words = "name='a', whose seed is 1. Choose another name"
+    assert_refused(ConfigError, words, tracker.add, "a", 2)
+    words = "seed=1, which stream 'a' uses. Choose another seed"
+    assert_refused(ConfigError, words, tracker.add, "b", 1)
+    for seed in (-1, 2**31, True, 1.5, "3"):
+        words = f"must be an integer in [0, 2147483648), but got seed={seed!r} ... Pass a number"
+        assert_refused(ConfigError, words, tracker.add, "b", seed)
+        for call in (model_parallel_cuda_manual_seed, model_parallel_reconfigure_tp_seed):
+            assert_refused(ConfigError, "seed= ... Pass a number", call, seed)
+    words = "states=[]. Pass the result of get_states()"
+    assert_refused(ConfigError, words, tracker.set_states, [])
+    for state in (3, (1, 2), (1, 2, 3), ("1", 0, False), None):
+        words = "the state of stream 'a' must be an RNGState ... Pass the result of get_states"
+        assert_refused(ConfigError, words, tracker.set_states, {"a": state})

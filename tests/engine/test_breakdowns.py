@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _refusals import assert_refused
 from _small import build, entries, entry, mean_square, module
 from test_profiles import model
 
@@ -92,8 +93,7 @@ def test_long_saves_and_loads_show_that_they_go_on(
     found = [line for line in lines if "so far" in line]
     assert {line.partition(":")[0] for line in found} == {"save_checkpoint", "load_checkpoint"}
     assert re.fullmatch(r"save_checkpoint: \d+ s so far", found[0])
-    with pytest.raises(CheckpointError, match="no_such_tag"):
-        engine.load_checkpoint(tmp_path, "no_such_tag")
+    assert_refused(CheckpointError, "no_such_tag", engine.load_checkpoint, tmp_path, "no_such_tag")
     assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from _covering import slow_after, soak_after
 from _leaves import assert_same, leaves, scalars
+from _refusals import assert_refused
 from _small import FEATURES, MICROBATCH, build, build_alone, entries, entry, module
 from _stateful import Own, Sampled, Streamed
 
@@ -386,21 +387,6 @@ def misfit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_refused_load_leaves_the_place(
-    engine: PipelineEngine, stored: tuple[PipelineEngine, Path, list[float]], misfit: Path
-) -> None:
-    loader = RepeatingLoader(ENTRIES)
-    losses(engine, loader)
-    reading, path, wanted = stored
-    reading.load_checkpoint(path)
-    for held in (engine, reading):
-        with pytest.raises(CheckpointError, match=r"unexpected: layers/2_Dense"):
-            held.load_checkpoint(misfit)
-    losses(engine, loader, 1)
-    assert loader.get_state() == {"position": 1}
-    assert losses(reading) == wanted
-
-
 def test_a_place_waits_for_its_iterator(
     engine: PipelineEngine, misfit: Path, tmp_path: Path
 ) -> None:
@@ -411,8 +397,7 @@ def test_a_place_waits_for_its_iterator(
     wanted = losses(engine, loader)
     waiting = build_alone(example_batch=entry())
     waiting.load_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"unexpected: layers/2_Dense"):
-        waiting.load_checkpoint(misfit)
+    assert_refused(CheckpointError, "unexpected: layers/2_Dense", waiting.load_checkpoint, misfit)
     waiting.save_checkpoint(tmp_path, "again")
     again = RepeatingLoader(ENTRIES)
     waiting.set_dataiterator(again)
@@ -443,30 +428,16 @@ def reading() -> PipelineEngine:
     return engine
 
 
-@pytest.mark.parametrize(
-    ("name", "state"),
-    [("list", r"\{'position': 4\}"), ("own", r"b'.*'")],
-    ids=["list", "own"],
-)
 def test_the_place_of_another_kind_of_iterator(
-    name: str,
-    state: str,
-    engine: PipelineEngine,
-    reading: PipelineEngine,
-    start: Path,
-    tmp_path: Path,
+    engine: PipelineEngine, reading: PipelineEngine, tmp_path: Path
 ) -> None:
     """The error comes before anything is changed."""
-    engine.set_dataiterator(ITERATORS[name]())
+    engine.set_dataiterator(Counting())
     losses(engine, None, 2)
     engine.save_checkpoint(tmp_path)
     held, counted, at = leaves(reading), scalars(reading), place(reading)
-    with pytest.raises(
-        DataError,
-        match=rf"the same kind, but got state={state} and loader=<BatchLoader>. Pass the loader "
-        r"that was",
-    ):
-        reading.load_checkpoint(tmp_path)
+    words = "the same kind, but got state=b' ... and loader=<BatchLoader>. Pass the loader that was"
+    assert_refused(DataError, words, reading.load_checkpoint, tmp_path)
     assert_same(leaves(reading), held)
     assert (scalars(reading), place(reading)) == (counted, at)
 
@@ -502,10 +473,8 @@ def test_a_place_between_batches_of_another_size(
 ) -> None:
     path = stored[1]
     target = build(module(stages=1), {"train_micro_batch_size_per_gpu": 3}, training_data=SAMPLES)
-    with pytest.raises(
-        DataError, match=r"got samples=8 and batch_size=3. Use a batch size that divides 8"
-    ):
-        target.load_checkpoint(path)
+    words = "got samples=8 and batch_size=3. Use a batch size that divides 8"
+    assert_refused(DataError, words, target.load_checkpoint, path)
     assert target.global_steps == 0
     assert place(target)["iterator"].items() >= {"epoch": 0, "samples": 0}.items()
     target.load_checkpoint(path, load_module_only=True)

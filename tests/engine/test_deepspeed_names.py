@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _refusals import assert_refused
 from _small import MICROBATCH, MICROBATCHES, SIZES, build, build_alone, entries, entry, module
 
 import jaxpipe
@@ -162,17 +163,13 @@ def test_arguments_that_change_nothing_are_taken() -> None:
         "scale_wrt_gas": False,
     }
     for name, value in wrong.items():
-        match = (
-            rf"{name} must be {not value} in backward, but got {name}={value}\. .*: leave it out"
+        words = (
+            f"{name} must be {not value} in backward, but got {name}={value}. ... : leave it out"
         )
-        with pytest.raises(PipelineError, match=match):
-            engine.backward(loss, **{name: value})
+        assert_refused(PipelineError, words, engine.backward, loss, **{name: value})
     assert engine.backward(loss, **{name: not value for name, value in wrong.items()}) is loss
-    with pytest.raises(
-        PipelineError,
-        match=r"lr_kwargs must be None in step, but got lr_kwargs=\{'epoch': 3\}\. A sch",
-    ):
-        engine.step(lr_kwargs={"epoch": 3})
+    words = "lr_kwargs must be None in step, but got lr_kwargs={'epoch': 3}. A sch"
+    assert_refused(PipelineError, words, engine.step, lr_kwargs={"epoch": 3})
     engine.step(lr_kwargs=None)
     assert engine.micro_steps == 1
 
@@ -237,13 +234,11 @@ def test_names_of_the_optimizer_and_the_scheduler() -> None:
     assert scheduler(3) == 0.25
     assert engine.lr_scheduler.get_last_lr() == engine.lr_scheduler.get_lr() == [0.25]
     with pytest.raises(
-        PipelineError, match=r"lr_scheduler\.step must not be used: a schedule is a"
+        PipelineError, match=r"^lr_scheduler\.step must not be used: a schedule is a"
     ):
         engine.lr_scheduler.step()
     plain: Any = build()
     assert not plain.lr_scheduler
     assert plain.lr_scheduler.get_lr() == [0.01]
-    with pytest.raises(
-        PipelineError, match=r"must be given to initialize to be called, but got no"
-    ):
-        plain.lr_scheduler(0)
+    words = "must be given to initialize to be called, but got no"
+    assert_refused(PipelineError, words, plain.lr_scheduler, 0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _covering import slow_after, soak_after
+from _refusals import assert_refused
 from _small import SIZES, build, entry, module
 
 import jaxpipe
@@ -56,11 +57,9 @@ def test_a_checkpoint_without_what_is_frozen_opens_on_top_of_it(tmp_path: Path) 
     found, wanted = leaves(two), leaves(one)
     for name, leaf in wanted.items():
         np.testing.assert_array_equal(found[name], leaf)
-    with pytest.raises(
-        CheckpointError,
-        match="must hold the layers of the model, but got missing: layers/0_Dense/kern",
-    ):
-        engine(trainable=None, bf16={"enabled": True}).load_checkpoint(tmp_path)
+    words = "must hold the layers of the model, but got missing: layers/0_Dense/kern"
+    whole = engine(trainable=None, bf16={"enabled": True})
+    assert_refused(CheckpointError, words, whole.load_checkpoint, tmp_path)
 
 
 def test_a_whole_checkpoint_goes_both_ways(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after
+from _refusals import assert_refused
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine, PipelineModule
@@ -180,24 +181,22 @@ def test_side_inputs_of_positions_and_of_whole_texts() -> None:
         engine.generate(texts, NEW, side={"shift": shift[:2]})
 
 
-@pytest.mark.parametrize(
-    ("tokens", "options", "kind", "message"),
-    [
-        (prompts(2) + VOCAB, {}, DataError, "numbers as logits .* but got NaN for sample 0"),
-        (prompts(2).astype(np.int8), {"eos_token_id": 200}, ConfigError, "from 0 to 127"),
-        (prompts(2), {"seed": 1 << 31}, ConfigError, "a seed from 0"),
-        (prompts(2), {"eos_token_id": [1, 2]}, ConfigError, "must be one token"),
-        (prompts(2).astype(np.float32), {}, DataError, "prompts as integers"),
-        ([[1, 2], [3]], {}, DataError, "Pad prompts of different lengths"),
-        (prompts(2), {"lengths": [5]}, DataError, "each of 2 prompts"),
-        (prompts(2), {"lengths": [5, 6]}, DataError, "at most the length"),
-        (prompts(2), {"temperature": -1.0}, ConfigError, "a temperature"),
-        (prompts(2), {"max_new_tokens": 0}, ConfigError, "max_new_tokens of at least 1"),
-    ],
-)
-def test_what_is_no_prompt(tokens: Any, options: Any, kind: Any, message: str) -> None:
-    with pytest.raises(kind, match=message):
-        build(1, 1).generate(tokens, **{"max_new_tokens": 2, **options})
+def test_what_is_no_prompt() -> None:
+    engine, plain = build(1, 1), prompts(2)
+    for error, message, tokens, options in (
+        (DataError, "numbers as logits .* but got NaN for sample 0", plain + VOCAB, {}),
+        (ConfigError, "from 0 to 127", plain.astype(np.int8), {"eos_token_id": 200}),
+        (ConfigError, "a seed from 0", plain, {"seed": 1 << 31}),
+        (ConfigError, "must be one token", plain, {"eos_token_id": [1, 2]}),
+        (DataError, "prompts as integers", plain.astype(np.float32), {}),
+        (DataError, "Pad prompts of different lengths", [[1, 2], [3]], {}),
+        (DataError, "each of 2 prompts", plain, {"lengths": [5]}),
+        (DataError, "at most the length", plain, {"lengths": [5, 6]}),
+        (ConfigError, "a temperature", plain, {"temperature": -1.0}),
+        (ConfigError, "max_new_tokens of at least 1", plain, {"max_new_tokens": 0}),
+    ):
+        with pytest.raises(error, match=message):
+            engine.generate(tokens, **{"max_new_tokens": 2, **options})
 
 
 def test_tokens_that_the_prompts_dtype_does_not_hold() -> None:
@@ -208,10 +207,8 @@ def test_tokens_that_the_prompts_dtype_does_not_hold() -> None:
     engine = jaxpipe.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2})[0]
     assert engine.generate(prompts(1), 2).tolist() == [[299, 299]]
     narrow = jaxpipe.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2})[0]
-    with pytest.raises(
-        DataError, match="can represent every token.*tokens=uint8 and the new token 299"
-    ):
-        narrow.generate(prompts(1).astype(np.uint8), 2)
+    words = "can represent every token ... tokens=uint8 and the new token 299"
+    assert_refused(DataError, words, narrow.generate, prompts(1).astype(np.uint8), 2)
 
 
 def test_a_model_without_logits_for_each_token() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from _leaves import assert_same, differing, leaves, scalars
+from _refusals import assert_refused
 from _runs import Run, batch, run_of
 from _small import FEATURES, build, module
 
@@ -53,40 +54,6 @@ def test_another_schedule(source: str, target: str, match: str, root: Path) -> N
     assert engine.get_lr() == early.rates
 
 
-@pytest.mark.parametrize(
-    ("widths", "match"),
-    [
-        ((3, 1, 1), r"missing: layers/2_Dense\. Build"),
-        ((3,), r"unexpected: layers/1_Dense\. Build"),
-        (
-            (3, 2),
-            r"of another shape: layers/1_Dense/bias \(float32\[1\], not float32\[2\]\), "
-            r"layers/1_Dense/kernel \(",
-        ),
-        (
-            (5,),
-            r"unexpected: layers/1_Dense; of another shape: layers/0_Dense/bias \(.*, "
-            r"layers/0_Dense/kernel \(float",
-        ),
-        (
-            (3, 2, 1),
-            r"missing: layers/2_Dense; of another shape: layers/1_Dense/bias \(float32\[1\], not "
-            r"float32\[2\]\)",
-        ),
-    ],
-    ids=str,
-)
-def test_layers_that_do_not_fit_are_named(widths: tuple[int, ...], match: str, adam: Run) -> None:
-    engine = build(dense(*widths, stages=1, partition_method="uniform"))
-    with pytest.raises(
-        CheckpointError,
-        match=r"global_step3 must hold the layers of the model, but got "
-        rf"{match}.*load_module_strict=F",
-    ):
-        engine.load_checkpoint(adam.folder)
-    assert engine.global_steps == engine.global_samples == 0
-
-
 @pytest.fixture(scope="module")
 def other() -> Any:
     """An engine of three layers, of which the first is that of the others."""
@@ -95,27 +62,12 @@ def other() -> Any:
     return engine
 
 
-def test_a_refused_load_changes_nothing(adam: Run, other: Any) -> None:
-    before, counted, metrics = leaves(other), scalars(other), other.metrics
-    for strict, tag, match in (
-        (True, None, "of another shape: layers/1_Dense"),
-        (False, "none", "holds the checkp"),
-    ):
-        with pytest.raises(CheckpointError, match=match):
-            other.load_checkpoint(adam.folder, tag, load_module_strict=strict)
-        assert_same(leaves(other), before)
-        assert scalars(other) == counted
-        assert other.metrics == metrics
-
-
 def test_a_refused_load_leaves_shapes_open(root: Path, adam: Run) -> None:
     wide = build(dense(5, 1), example_batch=tuple(np.ones((4, n), np.float32) for n in (7, 1)))
     wide.save_checkpoint(root / "wide")
     engine = build(dense(3, 1))
-    with pytest.raises(
-        CheckpointError, match=r"layers/0_Dense/kernel \(float32\[7, 5\], not float32"
-    ):
-        engine.load_checkpoint(root / "wide")
+    words = "layers/0_Dense/kernel (float32[7, 5], not float32"
+    assert_refused(CheckpointError, words, engine.load_checkpoint, root / "wide")
     engine.load_checkpoint(adam.folder)
     assert_same(leaves(engine), adam.late.leaves)
 
@@ -161,14 +113,11 @@ def test_given_parameters_stay_where_nothing_fits(adam: Run) -> None:
 
 def test_another_optimizer(adam: Run) -> None:
     engine = build(dense(3, 1), optimizer=optax.sgd(0.1, momentum=0.9))
-    match = (
-        r"state of the optimizer in use, but got missing: 0/trace/layers/0_Dense, "
-        r".*unexpected: count, .*Use the same"
+    words = (
+        "state of the optimizer in use, but got missing: 0/trace/layers/0_Dense, ... unexpected: "
+        "count, ... Use the same ... or reset its state with load_optimizer_states=False"
     )
-    with pytest.raises(
-        CheckpointError, match=rf"{match}.*or reset its state with load_optimizer_states=False"
-    ):
-        engine.load_checkpoint(adam.folder)
+    assert_refused(CheckpointError, words, engine.load_checkpoint, adam.folder)
     assert engine.global_steps == 0
     engine.load_checkpoint(adam.folder, load_optimizer_states=False)
     found = leaves(engine)
@@ -180,12 +129,8 @@ def test_another_optimizer(adam: Run) -> None:
 def test_training_less_than_before(adam: Run) -> None:
     """The refusal names the argument with which the moments of what is trained are kept."""
     engine = build(dense(3, 1, trainable="1_Dense"))
-    with pytest.raises(
-        CheckpointError,
-        match=r"unexpected: inner_state/0/mu/layers/0_Dense, .*what fits of it with "
-        r"load_module_strict=F",
-    ):
-        engine.load_checkpoint(adam.folder)
+    words = "unexpected: inner_state/0/mu/layers/0_Dense, ... what fits ... load_module_strict=F"
+    assert_refused(CheckpointError, words, engine.load_checkpoint, adam.folder)
     with pytest.warns(
         UserWarning, match=r"unexpected: inner_state/0/mu/layers/0_Dense, .*What fits is loaded"
     ):
@@ -204,10 +149,8 @@ def test_without_an_optimizer(adam: Run, tmp_path: Path) -> None:
     adam.engine.load_checkpoint(adam.folder)
     assert float(engine.eval_batch(batch(5))) == float(adam.engine.eval_batch(batch(5)))
     engine.save_checkpoint(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"but got missing: count, .*load_optimizer_states=False"
-    ):
-        adam.engine.load_checkpoint(tmp_path)
+    words = "but got missing: count, ... load_optimizer_states=False"
+    assert_refused(CheckpointError, words, adam.engine.load_checkpoint, tmp_path)
     adam.engine.load_checkpoint(
         tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False
     )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _refusals import assert_refused
 from _small import MICROBATCH, apply, build, build_alone, entries, entry, mean_square, module
 
 from jaxpipe import LayerSpec, PipelineEngine
@@ -185,12 +186,12 @@ def test_shapes_that_would_change_the_parameters() -> None:
     )
     labels = np.zeros((2, 1), np.float32)
     engine.eval_batch(iter([(x, labels) for x, _ in entries(0, 3)]))
-    match = (
-        r"inputs=float32\[2, 5, 4\] with layers/1_Dense/kernel=float32\[20, 1\] where "
-        r"inputs=float32\[2, 3, 4\] had layers/1_Dense/kernel=float32\[12, 1\]\. Pad or cut"
+    words = (
+        "inputs=float32[2, 5, 4] with layers/1_Dense/kernel=float32[20, 1] where "
+        "inputs=float32[2, 3, 4] had layers/1_Dense/kernel=float32[12, 1]. Pad or cut"
     )
-    with pytest.raises(DataError, match=match):
-        engine.eval_batch(iter([(x, labels) for x, _ in entries(0, 5)]))
+    longer = iter([(x, labels) for x, _ in entries(0, 5)])
+    assert_refused(DataError, words, engine.eval_batch, longer)
     assert engine.eval_batch(iter([(x, labels) for x, _ in entries(0, 3)])) > 0
 
 
@@ -206,12 +207,8 @@ class Cache(nn.Module):
 def test_shapes_that_would_change_the_rest_of_the_state() -> None:
     engine = build(module(jnp.sin, LayerSpec(Cache)), optimizer=None)
     engine.eval_batch(entries(0, 3))
-    match = (
-        r"inputs=float32\[2, 5, 4\] for which different layers have equal signatures, or keep "
-        r"different.*float32\[2, 3, 4\]\. Pad or cut"
-    )
-    with pytest.raises(DataError, match=match):
-        engine.eval_batch(entries(0, 5))
+    words = "inputs=float32[2, 5, 4] for which ... or keep different ... [2, 3, 4]. Pad or cut"
+    assert_refused(DataError, words, engine.eval_batch, entries(0, 5))
 
 
 @pytest.mark.slow

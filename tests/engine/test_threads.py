@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _refusals import assert_refused
 from _small import build_alone, entries, entry
 
 from jaxpipe import PipelineEngine
@@ -59,13 +60,12 @@ def test_what_uses_the_state_is_refused_beside_a_step(
     thread, go_on = held_up(engine)
     try:
         for name, call in calls.items():
-            match = (
-                rf"^{name} must be called while no other thread is in the engine, but got "
-                r"thread='MainThread' while thread 'trainer' is in train_batch\. Call the engine "
-                r"from one thread, or let both acquire a threading\.L"
+            words = (
+                f"^{name} must be called while no other thread is in the engine, but got "
+                "thread='MainThread' while thread 'trainer' is in train_batch. Call the engine "
+                "from one thread, or let both acquire a threading.L"
             )
-            with pytest.raises(PipelineError, match=match):
-                call()
+            assert_refused(PipelineError, words, call)
     finally:
         go_on.set()
         thread.join()

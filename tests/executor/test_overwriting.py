@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _refusals import assert_refused
 from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 
 import jaxpipe
@@ -29,16 +30,10 @@ def test_they_are_refused_by_name(stages: int) -> None:
     model = PipelineModule(
         [LayerSpec(nn.Dense, 8), LayerSpec(Quantized)], num_stages=stages, loss_fn=optax.l2_loss
     )
-    match = (
-        r"layer 1_Quantized must keep only.*got '_overwr.*Fp8.*amax_history' and 5 more, "
-        r"which.*train in bf"
-    )
-    with pytest.raises(LayerError, match=match):
-        jaxpipe.initialize(
-            model=model,
-            config={"train_micro_batch_size_per_gpu": 1},
-            example_batch=(X[: 8 // stages], X[: 8 // stages]),
-        )
+    words = "layer 1_Quantized must keep only ... got '_overwr ... Fp8 ... amax_history' and 5 more"
+    config, example = {"train_micro_batch_size_per_gpu": 1}, (X[: 8 // stages],) * 2
+    given = {"model": model, "config": config, "example_batch": example}
+    assert_refused(LayerError, f"{words}, which ... train in bf", jaxpipe.initialize, **given)
 
 
 def test_the_sequential_model_has_them() -> None:

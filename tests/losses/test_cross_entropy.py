@@ -9,6 +9,7 @@ import optax
 import pytest
 from _models import ROWS
 from _on_stages import on_two_stages
+from _refusals import assert_refused
 from _tolerances import GRADIENT
 
 from jaxpipe.errors import LayerError
@@ -142,16 +143,11 @@ def test_split_logits_are_indexed_and_reshaped_along_leading_dims() -> None:
     assert split[0].shape == (5, ROWS)
     assert split.reshape((10, ROWS)).shape == (10, ROWS)
     for index in ((0, 0, 0), (..., 0), (None, 0), (slice(None), slice(None), slice(0, 4))):
-        with pytest.raises(
-            LayerError,
-            match="must leave out their last dim, which is split over the stages, but got",
-        ):
-            split[index]
+        words = "must leave out their last dim, which is split over the stages, but got"
+        assert_refused(LayerError, words, split.__getitem__, index)
     for shape in ((-1,), (ROWS, -1), (-1, ROWS // 2)):
-        with pytest.raises(
-            LayerError, match=r"must keep their last dim, 16, but got .* logits.reshape\(-1, 16\)"
-        ):
-            split.reshape(*shape)
+        words = "must keep their last dim, 16, but got ... logits.reshape(-1, 16)"
+        assert_refused(LayerError, words, split.reshape, *shape)
     with pytest.raises(TypeError):
         iter(split)
     with pytest.raises(TypeError):
@@ -165,28 +161,20 @@ def test_each_position_is_that_of_optax(labels_of: Any) -> None:
     np.testing.assert_allclose(vocab_cross_entropy(logits, labels_of(labels)), wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        (
-            {"logits": np.float32(1)},
-            r"logits must be an array .*got np.float32\(1.0\). Pass the model's output",
-        ),
-        (
-            {"labels": np.zeros(SHAPE, np.float32)},
-            r"labels must be integers, .* but got float32. Pass jnp.argmax",
-        ),
-        (
-            {"labels": np.zeros((2, 4), int)},
-            r"without their last dim, \[2, 5\], but got \[2, 4\]. Shift labels",
-        ),
-        ({"weights": np.ones(5)}, r"\[2, 5\], but got \[5\]. Broadcast them"),
-        ({"label_smoothing": 1.5}, r"must be in \[0, 1\], but got label_smoothing=1.5"),
-        ({"label_smoothing": float("nan")}, r"must be in \[0, 1\], but got label_smoothing=nan"),
-        ({"z_loss": -1.0}, "z_loss must be at least 0, but got z_loss=-1.0"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], match: str) -> None:
-    logits, labels = inputs()
-    with pytest.raises(LayerError, match=match):
-        cross_entropy(**{"logits": logits, "labels": labels, **changes})
+def test_what_does_not_fit_is_refused() -> None:
+    given = dict(zip(("logits", "labels"), inputs(), strict=True))
+
+    def refused(words: str, **changes: Any) -> None:
+        assert_refused(LayerError, words, cross_entropy, **{**given, **changes})
+
+    words = "logits must be an array ... got np.float32(1.0). Pass the model's output"
+    refused(words, logits=np.float32(1))
+    words = "labels must be integers, ... but got float32. Pass jnp.argmax"
+    refused(words, labels=np.zeros(SHAPE, np.float32))
+    words = "without their last dim, [2, 5], but got [2, 4]. Shift labels"
+    refused(words, labels=np.zeros((2, 4), int))
+    refused("[2, 5], but got [5]. Broadcast them", weights=np.ones(5))
+    for value in (1.5, float("nan")):
+        words = f"must be in [0, 1], but got label_smoothing={value}"
+        refused(words, label_smoothing=value)
+    refused("z_loss must be at least 0, but got z_loss=-1.0", z_loss=-1.0)

@@ -1,5 +1,6 @@
 """The loss of several tokens at each position, against sums over positions one by one."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from _covering import slow_after
 from _models import ROWS
 from _on_stages import on_two_stages
+from _refusals import assert_refused
 from _tolerances import GRADIENT
 
 from jaxpipe.errors import LayerError
@@ -85,13 +87,11 @@ def test_the_weight_and_the_metrics_are_those_of_the_next_token() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     logits, labels = inputs()
+    refused, loss = partial(assert_refused, LayerError), multi_token_cross_entropy
     for one in (logits[:, 0], logits[:, :1]):
-        with pytest.raises(LayerError, match=r"but got shape \[2, .*multi_token=True"):
-            multi_token_cross_entropy(one, labels)
-    with pytest.raises(LayerError, match=r"at least 0, but got extra_weight=-1. Use for"):
-        multi_token_cross_entropy(logits, labels, extra_weight=-1)
-    with pytest.raises(LayerError, match=r"\[2, 5\], but got \[2, 4\]"):
-        multi_token_cross_entropy(logits, labels[:, 1:])
-    match = r"got logits of 3 tokens at each position: \[2, 3, 5, .* Use multi_token_cross_entropy"
-    with pytest.raises(LayerError, match=match):
-        cross_entropy(logits, labels)
+        refused("but got shape [2, ... multi_token=True", loss, one, labels)
+    words = "at least 0, but got extra_weight=-1. Use for"
+    refused(words, loss, logits, labels, extra_weight=-1)
+    refused("[2, 5], but got [2, 4]", loss, logits, labels[:, 1:])
+    words = "got logits of 3 tokens at each position: [2, 3, 5, ... Use multi_token_cross_entropy"
+    refused(words, cross_entropy, logits, labels)

@@ -1,5 +1,6 @@
 """Adapters: they begin as the base, train as on one device, and merge into plain weights."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from _models import (
     NNXEmbed,
 )
 from _oracle import Case
+from _refusals import assert_refused
 from _tolerances import assert_close
 from flax import nnx
 
@@ -225,43 +227,14 @@ def test_a_checkpoint_may_hold_the_adapters_alone(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
     saved = flatten_dict(checkpoint.load_params(tmp_path))
     assert {path[-1] for path in saved} == {"lora_a", "lora_b"}
-    with pytest.raises(
-        LayerError,
-        match="must find a kernel and lora_b beside .*Load the checkpoint of adapters into",
-    ):
-        merge_lora(checkpoint.load_params(tmp_path), ALPHA)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ((0, 1.0, "a"), r"rank must be an integer >= 1, but got rank=0"),
-        ((2.0, 1.0, "a"), r"rank must be an integer >= 1, but got rank=2.0"),
-        ((2, 1.0, []), r"targets must be a pattern or a list of patterns, but got targets=\[\]"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: Any, match: str) -> None:
-    with pytest.raises(LayerError, match=match):
-        lora([nn.Dense(3)], *arguments)
-
-
-def test_layers_that_cannot_have_adapters_are_refused_at_once() -> None:
-    with pytest.raises(LayerError, match=r"kernels that can have adapters, but got 2 layers"):
-        lora([nn.Embed(3, 3), jnp.tanh], 2, 1.0, "kernel")
+    words = "must find a kernel and lora_b beside ... Load the checkpoint of adapters into"
+    assert_refused(LayerError, words, merge_lora, checkpoint.load_params(tmp_path), ALPHA)
 
 
 def test_a_pattern_finds_the_path_in_the_whole_model() -> None:
     model = [nn.Embed(VOCAB, DIM), *lora([nn.Dense(DIM), nn.Dense(DIM)], 2, 1.0, "2_Dense/kernel")]
     found = flatten_dict(PipelineModule(model, num_stages=1).init(jax.random.key(0), IDS))
     assert [path[1] for path in found if path[-1] == "lora_a"] == ["2_Dense"]
-
-
-def test_a_tied_kernel_with_an_adapter_in_one_layer_is_refused() -> None:
-    tied = [TiedLayerSpec("t", nn.Dense, DIM, tied_weight_attr="kernel") for _ in range(2)]
-    model = PipelineModule([*lora(tied[:1], 2, 1.0, "kernel"), tied[1]], num_stages=1)
-    match = "adapter in every layer that uses it.*'tied/t/kernel' without it in layer 1_Dense"
-    with pytest.raises(LayerError, match=match):
-        model.trace(np.ones((2, DIM), np.float32))
 
 
 class Own(nn.Dense):
@@ -298,43 +271,37 @@ def test_a_parameter_with_the_name_of_an_adapter_is_not_shared_as_one() -> None:
     assert {path[1] for path in model.trace(x).adapters} == {"0_Dense"}
 
 
-@pytest.mark.parametrize("layer", [LayerSpec(Own, DIM), LayerSpec(OwnNNX, DIM, DIM)])
-def test_a_target_that_has_the_name_of_an_adapter_is_refused(layer: LayerSpec) -> None:
-    with pytest.raises(LayerError, match=r"no parameters lora_a and lora_b of their own, .*Own"):
-        PipelineModule(lora([layer], 2, ALPHA, "kernel"), num_stages=1).trace(np.ones((2, DIM)))
+def test_what_cannot_have_adapters_is_refused() -> None:
+    refused = partial(assert_refused, LayerError)
+    refused("rank must be an integer >= 1, but got rank=0", lora, [nn.Dense(3)], 0, 1.0, "a")
+    refused("rank must be an integer >= 1, but got rank=2.0", lora, [nn.Dense(3)], 2.0, 1.0, "a")
+    words = "targets must be a pattern or a list of patterns, but got targets=[]"
+    refused(words, lora, [nn.Dense(3)], 2, 1.0, [])
+    words = "kernels that can have adapters, but got 2 layers"
+    refused(words, lora, [nn.Embed(3, 3), jnp.tanh], 2, 1.0, "kernel")
+    tied = [TiedLayerSpec("t", nn.Dense, DIM, tied_weight_attr="kernel") for _ in range(2)]
+    model = PipelineModule([*lora(tied[:1], 2, 1.0, "kernel"), tied[1]], num_stages=1)
+    words = "adapter in every layer that uses it ... 'tied/t/kernel' without it in layer 1_Dense"
+    refused(words, model.trace, np.ones((2, DIM), np.float32))
 
+    def trace(layers: list[Any], targets: Any, *shape: int) -> None:
+        model = PipelineModule(lora(layers, 2, ALPHA, targets), num_stages=1)
+        model.trace(np.ones(shape, np.float32))
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Sequential([nn.Dense(3), nn.Dense(3)]),
-        LayerSpec(nn.Sequential, [nn.Dense(3), nn.Dense(3)]),
-        LayerSpec(NNXBlock),
-    ],
-    ids=["linen", "spec", "nnx"],
-)
-def test_each_pattern_must_find_a_kernel(layer: Any) -> None:
-    model = PipelineModule(
-        lora([nn.Dense(DIM), layer], 2, 1.0, ["1_.*kernel", "qery/kernel"]), num_stages=1
-    )
-    match = (
-        r"must each find a kernel .* but got 'qery/kernel', which finds none of \d+\. The nearest "
-        r"are: layers/\d_"
-    )
-    with pytest.raises(LayerError, match=match):
-        model.trace(np.ones((2, LENGTH, DIM), np.float32))
-
-
-@pytest.mark.parametrize("equation", ["bd,ndh->bnh", "bdd,dnh->bnh"])
-def test_a_kernel_that_is_not_contracted_in_order_is_refused(equation: str) -> None:
-    layer = nn.Einsum((2, 4, 3) if "ndh" in equation else (4, 2, 3), equation)
-    with pytest.raises(
-        LayerError,
-        match=rf"Einsum with the equation '{equation}'. Leave it out of targets, or write",
+    for layer in (LayerSpec(Own, DIM), LayerSpec(OwnNNX, DIM, DIM)):
+        words = "no parameters lora_a and lora_b of their own, ... Own"
+        refused(words, trace, [layer], "kernel", 2, DIM)
+    pair = [nn.Dense(3), nn.Dense(3)]
+    for layer in (nn.Sequential(pair), LayerSpec(nn.Sequential, pair), LayerSpec(NNXBlock)):
+        targets = ["1_.*kernel", "qery/kernel"]
+        words = "must each find a kernel ... but got 'qery/kernel', which ... nearest are: layers/"
+        refused(words, trace, [nn.Dense(DIM), layer], targets, 2, LENGTH, DIM)
+    for equation, kernel, shape in (
+        ("bd,ndh->bnh", (2, 4, 3), (2, 4)),
+        ("bdd,dnh->bnh", (4, 2, 3), (2, 4, 4)),
     ):
-        PipelineModule(lora([layer], 2, 1.0, "Einsum"), num_stages=1).trace(
-            np.ones((2, 4, 4)[: equation.index(",")], np.float32)
-        )
+        words = f"Einsum with the equation '{equation}'. Leave it out of targets, or write"
+        refused(words, trace, [nn.Einsum(kernel, equation)], "Einsum", *shape)
 
 
 class ScaledDense(nn.Dense):
@@ -364,11 +331,9 @@ def test_adapters_of_two_calls_have_their_own_ranks() -> None:
         made = flatten_dict(params_of(adapted))
         ranks = {path[-2]: leaf.shape[-1] for path, leaf in made.items() if path[-1] == "lora_a"}
         assert ranks == {first: 2, second: 3}
-        with pytest.raises(
-            LayerError,
-            match=r"one adapter, but got targets of 2 calls of lora that find 'layers/0_",
-        ):
-            params_of(lora(lora([block], 2, ALPHA, first), 3, ALPHA, f"{first}|{second}"))
+        adapted = lora(lora([block], 2, ALPHA, first), 3, ALPHA, f"{first}|{second}")
+        words = "one adapter, but got targets of 2 calls of lora that find 'layers/0_"
+        assert_refused(LayerError, words, params_of, adapted)
 
 
 def params_of(layers: list[Any]) -> Any:

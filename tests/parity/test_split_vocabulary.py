@@ -15,6 +15,7 @@ import pytest
 from _covering import slow_after
 from _models import DIM, ROWS, Block, specs, split_text
 from _on_stages import on_two_stages
+from _refusals import assert_refused
 from _settings import make_settings
 from _tolerances import GRADIENT, assert_close, assert_loss
 from flax import nnx
@@ -206,17 +207,6 @@ def test_other_losses_get_whole_logits(
     assert "the logits are put together on every stage for the loss" in caplog.text
 
 
-def test_a_loss_with_collectives_of_its_own_must_take_slices() -> None:
-    topology = ProcessTopology(["pipe", "data"], [2, 1])
-    layers = [nn.Embed(ROWS, DIM), *specs(Block), nn.Dense(ROWS)]
-    module = PipelineModule(
-        layers, loss_fn=lambda y, t: jax.lax.pmean(y.mean(), "stage"), topology=topology
-    )
-    example, mesh = jax.tree.map(lambda x: x[0], make_batch()), make_pipeline_mesh(topology)
-    with pytest.raises(LayerError, match=r"(?s)loss_fn must leave logits.*no attribute 'mean'"):
-        Pipeline(module, ADAM, mesh, example, 2, make_settings(split_vocabulary=True))
-
-
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int8])
 def test_tokens_outside_the_vocabulary_give_what_the_whole_table_gives(dtype: Any) -> None:
     table = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
@@ -235,72 +225,6 @@ def test_tokens_outside_the_vocabulary_give_what_the_whole_table_gives(dtype: An
     for token in tokens:
         for x, y in zip(found(table, token[None]), wanted(table, token[None]), strict=True):
             np.testing.assert_allclose(x, y, rtol=GRADIENT, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("layers", "match"),
-    [
-        (
-            [nn.Embed(ROWS, DIM), nn.Dense(ROWS + 2)],
-            r"one vocabulary, but got 16 rows in layer 0_Embed and 18 logits",
-        ),
-        (
-            [lambda x: x, nn.Embed(ROWS, DIM), nn.Dense(ROWS)],
-            r"the first layer to be nn.Embed or nnx.Embed, but got",
-        ),
-        (
-            [nn.Embed(ROWS, DIM), nn.Dense(ROWS), jnp.tanh],
-            r"the last layer to be nn.Dense.*got tanh for layer 2_tanh",
-        ),
-        (
-            [nn.Embed(ROWS, DIM), LayerSpec(nn.Dense, ROWS).remat()],
-            r"got one that recomputes itself for layer 1_Dense",
-        ),
-        (
-            [nn.Embed(ROWS, DIM), nn.Dense(ROWS, precision="highest")],
-            r"default precision, but got precision='highest'",
-        ),
-        (
-            [nn.Embed(ROWS, DIM), LayerSpec(nn.Dense, ROWS, forward_fn=lambda m, x: 2 * m(x))],
-            r"called as it is, or SoftCapped, but got a forward_fn for layer 1_Dense",
-        ),
-        (
-            [table(), table(forward_fn=SoftCapped(3.0, lambda m, x: x @ m.embedding.T))],
-            r"a forward_fn that returns attend\(x\), but got",
-        ),
-        (
-            [nn.Embed(15, DIM), nn.Dense(15)],
-            r"num_stages divides, but got 15 for num_stages=2. Pad it to 16",
-        ),
-        (
-            [table(), table(forward_fn=lambda m, x: x @ m.embedding.T)],
-            r"a forward_fn that returns attend\(x\), but got",
-        ),
-    ],
-)
-def test_other_layers_are_refused(layers: list[Any], match: str) -> None:
-    topology = ProcessTopology(["pipe", "data"], [2, 1])
-    module = PipelineModule(layers, loss_fn=mean, topology=topology, partition_method="uniform")
-    example = jax.tree.map(lambda x: x[0], make_batch())
-    with pytest.raises(LayerError, match=f"(?s){match}"):
-        Pipeline(
-            module,
-            ADAM,
-            make_pipeline_mesh(topology),
-            example,
-            2,
-            make_settings(split_vocabulary=True),
-        )
-
-
-def test_a_loss_is_needed() -> None:
-    module = PipelineModule(
-        [nn.Embed(ROWS, DIM), nn.Dense(ROWS)], num_stages=2, partition_method="uniform"
-    )
-    mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data"], [2, 1]))
-    example = jax.tree.map(lambda x: x[0], make_batch())
-    with pytest.raises(LayerError, match=r"needs a loss_fn, but got loss_fn=None"):
-        Pipeline(module, ADAM, mesh, example, 2, make_settings(split_vocabulary=True))
 
 
 def test_one_stage_has_nothing_to_split() -> None:
@@ -342,3 +266,43 @@ def test_an_engine_opens_what_an_unsplit_one_saved(tmp_path: Any) -> None:
     jax.tree.map(
         np.testing.assert_array_equal, split.module_state_dict(), whole.module_state_dict()
     )
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    """Layers at both ends, and losses."""
+    topology = ProcessTopology(["pipe", "data"], [2, 1])
+    mesh, example = make_pipeline_mesh(topology), jax.tree.map(lambda x: x[0], make_batch())
+
+    def refused(words: str, layers: list[Any], loss_fn: Any = mean) -> None:
+        made = PipelineModule(
+            layers, loss_fn=loss_fn, topology=topology, partition_method="uniform"
+        )
+        settings = make_settings(split_vocabulary=True)
+        assert_refused(LayerError, words, Pipeline, made, ADAM, mesh, example, 2, settings)
+
+    first, last = nn.Embed(ROWS, DIM), nn.Dense(ROWS)
+    words = "one vocabulary, but got 16 rows in layer 0_Embed and 18 logits"
+    refused(words, [first, nn.Dense(ROWS + 2)])
+    words = "the first layer to be nn.Embed or nnx.Embed, but got"
+    refused(words, [lambda x: x, first, last])
+    words = "the last layer to be nn.Dense ... got tanh for layer 2_tanh"
+    refused(words, [first, last, jnp.tanh])
+    words = "got one that recomputes itself for layer 1_Dense"
+    refused(words, [first, LayerSpec(nn.Dense, ROWS).remat()])
+    words = "default precision, but got precision='highest'"
+    refused(words, [first, nn.Dense(ROWS, precision="highest")])
+    words = "called as it is, or SoftCapped, but got a forward_fn for layer 1_Dense"
+    refused(words, [first, LayerSpec(nn.Dense, ROWS, forward_fn=lambda m, x: 2 * m(x))])
+    words = "num_stages divides, but got 15 for num_stages=2. Pad it to 16"
+    refused(words, [nn.Embed(15, DIM), nn.Dense(15)])
+
+    def attend(module: Any, x: jax.Array) -> jax.Array:
+        return x @ module.embedding.T
+
+    for function in (attend, SoftCapped(3.0, attend)):
+        words = "a forward_fn that returns attend(x), but got"
+        refused(words, [table(), table(forward_fn=function)])
+    words = "loss_fn must leave logits ... no attribute 'mean'"
+    layers = [first, *specs(Block), last]
+    refused(words, layers, lambda y, t: jax.lax.pmean(y.mean(), "stage"))
+    refused("needs a loss_fn, but got loss_fn=None", [first, last], None)

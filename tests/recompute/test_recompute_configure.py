@@ -2,17 +2,20 @@ import json
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from _refusals import assert_refused
 from jax.sharding import AxisType
 
 from jaxpipe import checkpointing
 from jaxpipe.config import ConfigWarning
 from jaxpipe.errors import ConfigError
 from jaxpipe.recompute import RecomputeSettings
+from jaxpipe.recompute._configure import check_host_memory
 from jaxpipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
 pytestmark = pytest.mark.filterwarnings(
@@ -97,10 +100,30 @@ def test_partition_activations_in_checkpoint_leaves_the_rest() -> None:
 
 
 def test_a_refused_call_changes_nothing() -> None:
-    checkpointing.configure(None, profile=True)
-    with pytest.raises(ConfigError):
-        checkpointing.configure(None, contiguous_checkpointing=True)
-    assert _now()["profile"]
+    refused, configure = partial(assert_refused, ConfigError), checkpointing.configure
+    configure(None, profile=True)
+    words = "partition_activations=False. Leave contiguous_checkpointing"
+    refused(words, configure, None, contiguous_checkpointing=True, num_checkpoints=2)
+    words = "num_checkpoints=None. Give num_checkpoints"
+    refused(words, configure, None, partition_activations=True, contiguous_checkpointing=True)
+    for name in ("partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu"):
+        refused(f"{name}=1. Pass a boolean", configure, None, **{name: 1})
+    refused("profile=1. Pass a boolean", configure, None, profile=1)
+    for value in (0, True, "3", 1.5):
+        words = f"num_checkpoints={value!r} ... Give the number of recomputed groups"
+        refused(words, configure, None, num_checkpoints=value)
+    words = "partition_activations=None. Pass a boolean"
+    refused(words, checkpointing.partition_activations_in_checkpoint, None)
+    words = "activation_checkpointing.cpu_checkpoint"
+    refused(words, configure, None, _section(cpu_checkpoint=True))
+    words = "mpu_ must be None ... got a dict. Pass a configuration as deepspeed_config="
+    refused(words, configure, _section(profile=True))
+    for kind in ("unpinned_host", "pinned_host"):
+        words = f"backend='old' with memories ['{kind}'] ... Leave cpu_checkpointing"
+        refused(words, check_host_memory, "old", kind, [kind])
+    words = "false on TPUs ... cpu_checkpointing=True. Leave"
+    refused(words, check_host_memory, "tpu", "device", ["device", "pinned_host"])
+    assert _now() == {"partition_activations": False, "checkpoint_in_cpu": False, "profile": True}
 
 
 @pytest.mark.parametrize(
@@ -170,77 +193,12 @@ def test_set_num_layers_has_no_effect() -> None:
     assert checkpointing.current_settings() == before
 
 
-def test_contiguous_needs_partitioned_activations() -> None:
-    with pytest.raises(
-        ConfigError, match=r"partition_activations=False\. Leave contiguous_checkpointing"
-    ):
-        checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=2)
-
-
-def test_contiguous_needs_the_number_of_checkpoints() -> None:
-    with pytest.raises(ConfigError, match=r"num_checkpoints=None\. Give num_checkpoints"):
-        checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True)
-
-
-@pytest.mark.parametrize(
-    "name", ["partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu", "profile"]
-)
-def test_flags_are_booleans(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}=1\. Pass a boolean"):
-        checkpointing.configure(None, **{name: 1})
-
-
-@pytest.mark.parametrize("value", [0, True, "3", 1.5])
-def test_the_number_of_checkpoints_is_a_positive_integer(value: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"num_checkpoints=.*Give the number of recomputed groups"
-    ):
-        checkpointing.configure(None, num_checkpoints=value)
-
-
-def test_partition_activations_in_checkpoint_wants_a_boolean() -> None:
-    with pytest.raises(ConfigError, match=r"partition_activations=None\. Pass a boolean"):
-        checkpointing.partition_activations_in_checkpoint(None)  # type: ignore[arg-type]
-
-
-def test_a_wrong_key_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"activation_checkpointing\.cpu_checkpoint"):
-        checkpointing.configure(None, _section(cpu_checkpoint=True))
-
-
-def test_a_configuration_in_the_place_of_the_unit_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"mpu_ must be None.*got a dict\. Pass a configuration as deepspeed_config=",
-    ):
-        checkpointing.configure(_section(profile=True))
-
-
 def test_grids_and_meshes_are_units() -> None:
     grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2))
     checkpointing.configure(grid)
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
     checkpointing.configure(mesh, checkpoint_in_cpu=True)
     assert checkpointing.is_configured()
-
-
-@pytest.mark.parametrize(
-    ("default", "kinds"), [("unpinned_host", ["unpinned_host"]), ("pinned_host", ["pinned_host"])]
-)
-def test_a_backend_without_host_memory_is_named(default: str, kinds: list[str]) -> None:
-    from jaxpipe.recompute._configure import check_host_memory
-
-    with pytest.raises(
-        ConfigError, match=rf"backend='old' with memories \['{default}'\].*Leave cpu_checkpointing"
-    ):
-        check_host_memory("old", default, kinds)
-
-
-def test_tpus_cannot_keep_residuals_in_host_memory() -> None:
-    from jaxpipe.recompute._configure import check_host_memory
-
-    with pytest.raises(ConfigError, match=r"false on TPUs.*cpu_checkpointing=True. Leave"):
-        check_host_memory("tpu", "device", ["device", "pinned_host"])
 
 
 def test_settings_for_a_configuration_set_nothing() -> None:

@@ -1,13 +1,9 @@
 from itertools import product
 
-import pytest
-
-from jaxpipe.errors import TopologyError
 from jaxpipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
-    ProcessTopology,
 )
 
 
@@ -96,24 +92,3 @@ def test_stage_to_global_may_change_other_coordinates() -> None:
     grid = PipelineParallelGrid(PipeDataParallelTopology(num_pp=3, num_dp=2), rank=1)
     assert grid.stage_to_global(stage_id=2) == 5
     assert grid.stage_to_global(stage_id=2, data=0) == 4
-    with pytest.raises(
-        TopologyError, match=r"\(pipe=3, data=2\), but got pipe=3, data=1. Count each axis from 0"
-    ):
-        grid.stage_to_global(3)
-    with pytest.raises(
-        TopologyError, match=r"axes 'pipe', 'data', but got pipe=0, data=1, model=0"
-    ):
-        grid.stage_to_global(0, model=0)
-
-
-@pytest.mark.parametrize(("axis", "missing"), [("pipe", "data"), ("data", "pipe")])
-def test_a_grid_needs_both_axes(axis: str, missing: str) -> None:
-    with pytest.raises(
-        TopologyError, match=rf"'pipe' and 'data', but got {axis}=2. Add '{missing}', of length 1"
-    ):
-        PipelineParallelGrid(ProcessTopology([axis], [2]))
-
-
-def test_the_rank_must_be_in_the_topology() -> None:
-    with pytest.raises(TopologyError, match=r"\[0, 4\).*rank=4"):
-        PipelineParallelGrid(PipeDataParallelTopology(2, 2), 4)

@@ -1,9 +1,9 @@
-import jax
-import numpy as np
-import pytest
-from jax.sharding import AxisType, Mesh
+from itertools import product
 
-from jaxpipe.errors import TopologyError
+import jax
+import pytest
+from jax.sharding import AxisType
+
 from jaxpipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -21,22 +21,14 @@ from jaxpipe.topology import (
 )
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
-@pytest.mark.parametrize("num_data", [1, 2, 4])
-def test_stage_and_data_axes(num_stages: int, num_data: int) -> None:
-    topology = PipeDataParallelTopology(num_stages, num_data)
-    if num_stages * num_data > 8:
-        with pytest.raises(
-            TopologyError,
-            match=rf"{num_stages * num_data} places .*jax.device_count\(\)=8. Ask for",
-        ):
-            make_pipeline_mesh(topology)
-        return
-    mesh = make_pipeline_mesh(topology)
-    assert mesh.axis_names == ("stage", "data")
-    assert mesh_shape(mesh) == {"stage": num_stages, "data": num_data}
-    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
-    assert mesh.devices.ravel().tolist() == jax.devices()[: num_stages * num_data]
+def test_stage_and_data_axes() -> None:
+    for num_stages, num_data in (*product([1, 2], [1, 2, 4]), (4, 1), (4, 2), (8, 1)):
+        mesh = make_pipeline_mesh(PipeDataParallelTopology(num_stages, num_data))
+        assert mesh.axis_names == ("stage", "data")
+        assert mesh_shape(mesh) == {"stage": num_stages, "data": num_data}
+        assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+        wanted = jax.devices()[: num_stages * num_data]
+        assert mesh.devices.ravel().tolist() == wanted, (num_stages, num_data)
 
 
 def test_the_model_axis_is_innermost() -> None:
@@ -135,26 +127,6 @@ def test_a_model_without_topology_runs_on_a_mesh_with_further_axes() -> None:
     assert mesh_topology(mesh) == ProcessTopology(["pipe", "data", "expert"], [2, 2, 2])
 
 
-@pytest.mark.parametrize(
-    ("axes", "match"),
-    [
-        (
-            ["pipe", "data"],
-            r"expert axis must be as long .* \(pipe=2, data=2\), but got expert=2. Make the mesh "
-            r"from",
-        ),
-        (
-            ["pipe", "data", "model"],
-            r"model axis must be as long as the axis 'model' .*, but got model=none. Make the",
-        ),
-    ],
-)
-def test_the_further_axes_of_mesh_and_topology_agree(axes: list[str], match: str) -> None:
-    mesh = make_pipeline_mesh(ProcessTopology(["pipe", "data", "expert"], [2, 2, 2]))
-    with pytest.raises(TopologyError, match=match):
-        mesh_topology(mesh, ProcessTopology(axes, [2] * len(axes)))
-
-
 @pytest.mark.parametrize("axes", [["pipe", "data"], ["data", "pipe"], ["model", "pipe", "data"]])
 def test_a_rank_is_a_place_in_the_order_of_devices(axes: list[str]) -> None:
     topology = ProcessTopology(axes, [2] * len(axes))
@@ -171,24 +143,6 @@ def test_devices_are_taken_in_the_order_given() -> None:
     assert mesh.devices.ravel().tolist() == devices[:4]
 
 
-def test_too_few_devices_given() -> None:
-    with pytest.raises(
-        TopologyError,
-        match=r"4 places \(pipe=2, data=2\), but len\(devices\)=3. .*start with 4 devices",
-    ):
-        make_pipeline_mesh(PipeDataParallelTopology(2, 2), jax.devices()[:3])
-
-
-def test_a_device_given_twice() -> None:
-    with pytest.raises(TopologyError, match=r"distinct, but got devices=\[.*Name each device once"):
-        make_pipeline_mesh(PipeDataParallelTopology(2, 1), [jax.devices()[0]] * 2)
-
-
-def test_axes_a_pipeline_does_not_have() -> None:
-    with pytest.raises(TopologyError, match=r"but got pipe=2. Add 'data', of length 1"):
-        make_pipeline_mesh(ProcessTopology(["pipe"], [2]))
-
-
 def test_a_users_mesh_may_have_its_axes_in_any_order_and_of_any_type() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "stage"), axis_types=(AxisType.Explicit,) * 2)
     assert mesh_shape(mesh) == {"stage": 4, "data": 2}
@@ -196,22 +150,3 @@ def test_a_users_mesh_may_have_its_axes_in_any_order_and_of_any_type() -> None:
     assert adopted.axis_names == ("stage", "data")
     assert adopted.axis_types == (AxisType.Auto, AxisType.Auto)
     assert (adopted.devices == mesh.devices.T).all()
-
-
-@pytest.mark.parametrize(
-    ("axes", "match"),
-    [
-        (("stage",), r"but got mesh.shape=\(stage=2\). Add the axis 'data', of length 1"),
-        (
-            ("data", "model"),
-            r"but got mesh.shape=\(data=2, model=2\). Add the axis 'stage', of length 1",
-        ),
-        (("x",), r"but got mesh.shape=\(x=2\). Add the axis 'stage' and 'data'"),
-        (("stage", "data", "pipe"), r"stage=2, data=2, pipe=2\). Rename 'pipe'"),
-    ],
-)
-def test_a_users_mesh_with_the_wrong_axes(axes: tuple[str, ...], match: str) -> None:
-    devices = np.array(jax.devices()[: 2 ** len(axes)]).reshape((2,) * len(axes))
-    for check in (mesh_shape, adopt_mesh):
-        with pytest.raises(TopologyError, match=match):
-            check(Mesh(devices, axes))

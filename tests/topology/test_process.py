@@ -2,7 +2,6 @@ from itertools import product
 
 import pytest
 
-from jaxpipe.errors import TopologyError
 from jaxpipe.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
@@ -86,81 +85,3 @@ def test_text_and_equality() -> None:
     assert topology != ProcessTopology(["data", "pipe"], [1, 2])
     assert topology != "pipe=2, data=1"
     assert hash(topology) == hash(ProcessTopology(["pipe", "data"], [2, 1]))
-
-
-def test_get_rank_wants_every_axis() -> None:
-    topology = PipeDataParallelTopology(2, 4)
-    with pytest.raises(
-        TopologyError,
-        match=r"each of the axes 'pipe', 'data', but got pipe=0. Use filter_match\(\)",
-    ):
-        topology.get_rank(pipe=0)
-    with pytest.raises(TopologyError, match=r"but got nothing. Use filter_match"):
-        topology.get_rank()
-    with pytest.raises(TopologyError, match=r"but got pipe=0, data=1, model=0. Use filter_match"):
-        topology.get_rank(pipe=0, data=1, model=0)
-
-
-@pytest.mark.parametrize(("pipe", "data"), [(2, 0), (0, 4), (-1, 0)])
-def test_get_rank_outside_the_topology(pipe: int, data: int) -> None:
-    match = (
-        rf"be in the topology \(pipe=2, data=4\), but got pipe={pipe}, data={data}. Count each "
-        r"axis from 0"
-    )
-    with pytest.raises(TopologyError, match=match):
-        PipeDataParallelTopology(2, 4).get_rank(pipe=pipe, data=data)
-
-
-@pytest.mark.parametrize("rank", [8, -1])
-def test_get_coord_outside_the_topology(rank: int) -> None:
-    with pytest.raises(
-        TopologyError, match=rf"\[0, 8\) .*pipe=2, data=4, but got rank={rank}. Ranks are counted"
-    ):
-        PipeDataParallelTopology(2, 4).get_coord(rank)
-
-
-def test_unknown_axes() -> None:
-    topology = PipeDataParallelTopology(2, 4)
-    with pytest.raises(
-        TopologyError, match=r"one of 'pipe', 'data', but got axis='model'. Use one of these"
-    ):
-        topology.filter_match(pipe=0, model=1)
-    with pytest.raises(
-        TopologyError, match=r"one of 'pipe', 'data', but got axis='model'. Use one of these"
-    ):
-        topology.get_axis_list("model", 0)
-
-
-@pytest.mark.parametrize(
-    "axes", [["pipe", "pipe"], ["pipe", "class"], ["pipe", "_data"], ["pipe", "a b"]]
-)
-def test_axes_must_be_distinct_identifiers(axes: list[str]) -> None:
-    with pytest.raises(
-        TopologyError,
-        match=r"distinct identifiers, but got axes=\['pipe'.*Use names such as 'pipe'",
-    ):
-        ProcessTopology(axes, [1, 1])
-
-
-@pytest.mark.parametrize("axes", ["pipe", []])
-def test_axes_must_be_a_list(axes: list[str]) -> None:
-    with pytest.raises(
-        TopologyError, match=r"list of names, but got axes=.*Use names such as \['pipe', 'data'\]"
-    ):
-        ProcessTopology(axes, [1] * len(axes))
-
-
-def test_one_dim_per_axis() -> None:
-    with pytest.raises(
-        TopologyError,
-        match=r"each of the 2 axes \['pipe', 'data'\], but got dims=\[2\]. Give 2 lengths",
-    ):
-        ProcessTopology(["pipe", "data"], [2])
-
-
-@pytest.mark.parametrize("dim", [0, -2, True, 2.0, "2"])
-def test_dims_must_be_positive_integers(dim: int) -> None:
-    with pytest.raises(
-        TopologyError, match=rf"positive integer, but got data={dim!r}. Use 1 for an axis"
-    ):
-        PipeDataParallelTopology(2, dim)
