@@ -3,7 +3,6 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules import (
     ForwardPass,
     InferenceSchedule,
@@ -103,8 +102,3 @@ def test_unsound_schedules_are_drawn(listed: Callable[..., list[Any]]) -> None:
     lines = format_grid(schedules).splitlines()
     assert lines[1].rstrip() == "stage 0  F0  F1  F7    .     ."
     assert lines[2].startswith("stage 1  .   B?  F0B0")
-
-
-def test_sizes_are_needed() -> None:
-    with pytest.raises(ScheduleError, match=r"num_microbatches=3, num_stages=None\. Pass both"):
-        format_grid(OneFOneBSchedule, 3)
