@@ -4,12 +4,14 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 from _launching import ROOT
+from _refused import check_refused
 
 import jaxpipe
 from jaxpipe.distributed._devices import count_gpus
@@ -150,108 +152,76 @@ def test_alone(environ: dict[str, str]) -> None:
     assert job.is_alone
 
 
-@pytest.mark.parametrize(
-    ("environ", "match"),
-    [
-        (
-            {"JAX_NUM_PROCESSES": "4"},
-            "JAX_NUM_PROCESSES=4 without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID. Set what",
-        ),
-        (
-            {"RANK": "1", "MASTER_ADDR": "a"},
-            "MASTER_ADDR=a, RANK=1 without WORLD_SIZE. Set what is missing, or remove",
-        ),
-        (
-            {"SKYPILOT_NUM_NODES": "2"},
-            "without SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK. Set what is missing",
-        ),
-        (
-            {**JAX, "JAX_PROCESS_ID": "4"},
-            r"JAX_PROCESS_ID must be in \[0, JAX_NUM_PROCESSES=4\), but got .*=4. Proc",
-        ),
-        (
-            {**JAX, "JAX_PROCESS_ID": "x"},
-            "JAX_PROCESS_ID must be a number, but got JAX_PROCESS_ID='x'. Set it",
-        ),
-        (
-            {**JAX, "JAX_COORDINATOR_ADDRESS": "host"},
-            "must be host:port, but got 'host'. Write for instance",
-        ),
-        ({**JAX, "JAX_COORDINATOR_ADDRESS": "::1:29500"}, r"'::1:29500'.*\[fd00::1\]:29500 with"),
-        ({**TORCH, "MASTER_ADDR": "node0:1"}, "must be host:port, but got 'node0:1:4321'. Write"),
-        (
-            {**TORCH, "MASTER_PORT": "99999"},
-            "must be host:port, but got 'node0:99999'. Write for instance",
-        ),
-        (
-            {**JAX, "JAX_NUM_PROCESSES": LONG},
-            r"JAX_NUM_PROCESSES='9+'\.\.\. \(5000 characters\)\. Set it to one",
-        ),
-        (
-            {**JAX, "JAX_PROCESS_ID": LONG},
-            r"JAX_PROCESS_ID must be a number, but got .*\(5000 characters\)\. Set it",
-        ),
-        (
-            {**JAX, "JAX_LOCAL_DEVICE_IDS": LONG},
-            r"JAX_LOCAL_DEVICE_IDS must be a number.*\(5000 characters\)\. Set",
-        ),
-        (
-            {**JAX, "JAX_COORDINATOR_ADDRESS": f"a:{LONG}"},
-            r"must be host:port, but got 'a:9+'\.\.\. \(5002 char",
-        ),
-        (
-            {**TORCH, "MASTER_PORT": LONG},
-            r"MASTER_PORT must be a number.*\(5000 characters\)\. Set",
-        ),
-        (
-            {**SLURM, "SLURM_NTASKS": LONG},
-            r"SLURM_NTASKS must be a number.*\(5000 characters\)\. Set",
-        ),
-        (
-            {**JAX, "JAX_LOCAL_DEVICE_IDS": "a"},
-            "JAX_LOCAL_DEVICE_IDS must be a number, but got .*='a'. Set it",
-        ),
-    ],
-)
-def test_half_set_environments(environ: dict[str, str], match: str) -> None:
-    with pytest.raises(LaunchError, match=match):
-        find_job(environ)
+def long(name: str) -> str:
+    return rf"{name} must be a number.*\(5000 characters\)\. Set it"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (
-            {"num_processes": 2},
-            "got num_processes=2 without coordinator_address, process_id. Give all three",
-        ),
-        ({"rank": 1, "world_size": 2}, "without coordinator_address. Give all three"),
-        (
-            {"rank": 1, "process_id": 0},
-            "process_id and rank must say the same, but got process_id=0 and rank=1. Give",
-        ),
-        (
-            {"init_method": "file:///x"},
-            "must be 'env://' or 'tcp://host:port' .* got init_method='file:///x'.* Give",
-        ),
-        ({"init_method": "tcp://h"}, "must be host:port, but got 'h'. Write"),
-        (
-            {"init_method": "tcp://h:1", "rank": 2, "world_size": 2},
-            r"must be in \[0, num_processes=2\).*process_id=2",
-        ),
-        (
-            {"init_method": "tcp://h:1", "rank": 1, "world_size": 2, "dist_backend": "x"},
-            "one of nccl.*'x'. Leave",
-        ),
-        (
-            {"init_method": "tcp://h:1", "rank": 1, "world_size": 2, "timeout": 0},
-            "above 0 seconds.*=0. Leave it out",
-        ),
-    ],
-)
-def test_arguments_that_contradict_each_other(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(LaunchError, match=match):
-        jaxpipe.init_distributed(**arguments)
+ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
+    (
+        {"JAX_NUM_PROCESSES": "4"},
+        r"JAX_NUM_PROCESSES=4 without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID\. Set what",
+    ),
+    (
+        {"RANK": "1", "MASTER_ADDR": "a"},
+        r"MASTER_ADDR=a, RANK=1 without WORLD_SIZE\. Set what is missing, or remove",
+    ),
+    (
+        {"SKYPILOT_NUM_NODES": "2"},
+        r"without SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK\. Set what is missing",
+    ),
+    *(
+        ({**JAX, f"JAX_{name}": value}, words)
+        for name, value, words in (
+            ("PROCESS_ID", "4", r"JAX_PROCESS_ID .*\[0, JAX_NUM_PROCESSES=4\), .*=4\. Proc"),
+            ("PROCESS_ID", "x", r"a number, but got JAX_PROCESS_ID='x'\. Set it"),
+            ("LOCAL_DEVICE_IDS", "a", r"JAX_LOCAL_DEVICE_IDS must be a number, .*='a'\. Set it"),
+            ("COORDINATOR_ADDRESS", "host", r"host:port, but got 'host'\. Write for instance"),
+            ("COORDINATOR_ADDRESS", "::1:29500", r"'::1:29500'.*\[fd00::1\]:29500 with"),
+            ("COORDINATOR_ADDRESS", f"a:{LONG}", r"host:port, .* 'a:9+'\.\.\. \(5002 char"),
+            (
+                "NUM_PROCESSES",
+                LONG,
+                r"JAX_NUM_PROCESSES='9+'\.\.\. \(5000 char.*\)\. Set it to one",
+            ),
+            ("PROCESS_ID", LONG, long("JAX_PROCESS_ID")),
+            ("LOCAL_DEVICE_IDS", LONG, long("JAX_LOCAL_DEVICE_IDS")),
+        )
+    ),
+    ({**TORCH, "MASTER_ADDR": "node0:1"}, r"must be host:port, but got 'node0:1:4321'\. Write"),
+    ({**TORCH, "MASTER_PORT": "99999"}, r"must be host:port, but got 'node0:99999'\. Write for"),
+    ({**TORCH, "MASTER_PORT": LONG}, long("MASTER_PORT")),
+    ({**SLURM, "SLURM_NTASKS": LONG}, long("SLURM_NTASKS")),
+]
+SECOND = {"init_method": "tcp://h:1", "rank": 1, "world_size": 2}
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"num_processes": 2},
+        r"got num_processes=2 without coordinator_address, process_id\. Give all three",
+    ),
+    ({"rank": 1, "world_size": 2}, r"without coordinator_address\. Give all three"),
+    (
+        {"rank": 1, "process_id": 0},
+        r"process_id and rank must say the same, but got process_id=0 and rank=1\. Give",
+    ),
+    (
+        {"init_method": "file:///x"},
+        "must be 'env://' or 'tcp://host:port' .* got init_method='file:///x'.* Give",
+    ),
+    ({"init_method": "tcp://h"}, r"must be host:port, but got 'h'\. Write"),
+    ({**SECOND, "rank": 2}, r"must be in \[0, num_processes=2\).*process_id=2"),
+    ({**SECOND, "dist_backend": "x"}, r"one of nccl.*'x'\. Leave"),
+    ({**SECOND, "timeout": 0}, r"above 0 seconds.*=0\. Leave it out"),
+]
+
+
+def test_refused() -> None:
+    check_refused(
+        LaunchError,
+        [
+            *((words, partial(find_job, environ)) for environ, words in ENVIRONMENTS),
+            *((words, partial(jaxpipe.init_distributed, **given)) for given, words in ARGUMENTS),
+        ],
+    )
 
 
 @pytest.mark.parametrize(
