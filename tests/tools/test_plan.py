@@ -706,108 +706,77 @@ def test_command_prints_and_writes_what_is_asked(
     assert "2 x a100" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["planned_job"], "JOB must be module:name or file.py:name"),
-        (["planned_job.py"], "JOB must be module:name or file.py:name"),
-        (["planned_jab.py:job"], "JOB's file must exist and be NAME.py, with one dot, but got"),
-        (["./planned_job:job"], "JOB's file must exist and be NAME.py, with one dot, but got"),
-        (["./json.py:job"], "must be a file with a name of its own, but got './json.py:job'"),
-        (["planned_job.py:jub"], "JOB must name something in planned_job.py"),
-        (["planned_job:exits"], "must return the job, but got SystemExit: 0 (planned_job.py, line"),
-        (["planned_job:ends_at_once"], "must return the job, but got SystemExit: os._exit(0) ("),
-        (
-            ["planned_exit:job"],
-            "SystemExit: 0 (planned_exit.py, line 2). Fix planned_exit.",
-        ),
-        (
-            ["planned_job:exiting_layers", "--hardware", "h200:2"],
-            "the job must not end the program, but got SystemExit: 0 (planned_job.py, line ",
-        ),
-        (["planned_jab:job"], "must be importable from here"),
-        (["planned_job:jub"], "JOB must name something in planned_job"),
-        (["planned_job:nothing"], "must name a function"),
-        (["planned_job:other"], "must return"),
-        (["planned_job:job", "--hardware", "h200:3"], "num_stages"),
-        (["planned_job:job", "--num-chunks", "two"], "--num-chunks must be integers"),
-        (["planned_job:job", "--axes", "model"], "AXIS=LENGTH"),
-        (["planned_job:job", "--axes", "model=3"], "6 together"),
-        (
-            ["planned_job:job", "--target-config", "none.txt"],
-            "--target-config must be a text file, but got 'none",
-        ),
-        (["planned_job:job", "--target-config", "planned_job.py"], "where nothing is compiled"),
-        (
-            ["planned_job:fails"],
-            "planned_job:fails must return the job, but got KeyError: 'corpus' (planned_job.py, "
-            "line ",
-        ),
-        (
-            ["planned_job:needs"],
-            "function without arguments, but got planned_job:needs, which has some: missing a req",
-        ),
-        (["planned_job:misspelt"], "but got 'schedule'. Did you mean 'schedules'?"),
-        (
-            ["planned_job:short"],
-            "model, config and example_batch, but got no 'example_batch'. Add it",
-        ),
-        (
-            ["planned_job:wrong"],
-            "pipeline.schedul is not a known key. Did you mean pipeline.schedule?",
-        ),
-        (["planned_job:layers", "--hardware", "h200:2"], "failed with ValueError: no such thing"),
-        (
-            ["planned_syntax:job"],
-            "SyntaxError: invalid syntax (planned_syntax.py, line 1). Fix planned_syntax.",
-        ),
-        (
-            ["planned_raise:job"],
-            "ZeroDivisionError: division by zero (planned_raise.py, line 2). Fix planned_raise.",
-        ),
-        (
-            ["planned_job:job", "--json", "none/plan.json"],
-            "--json must be a file in a folder that exists, but got 'none/",
-        ),
-        (
-            ["planned_job:job", "--html", "."],
-            "--html must be a file in a folder that exists, but got '.'",
-        ),
-        (["planned_job:job", "--hardware", "h20:2"], "but got 'h20'. Did you mean 'h200'?"),
-        (
-            ["planned_job:job", "--hardware", "h200:2.5"],
-            "'NAME:NUMBER', but got hardware='h200:2.5'",
-        ),
-        (
-            ["planned_job:job", "--hardware", "h200:2", "--schedules", "1f2b"],
-            "got schedule='1f2b'. Did you mean '1f1b'?",
-        ),
-        (
-            ["planned_job:job", "--hardware", "h200:2", "--partition", "type:("],
-            "regular expression",
-        ),
-        (
-            ["planned_job:job", "--hardware", "h200:2", "--recompute", "-1"],
-            "recompute must be integers of at least 0",
-        ),
-        (
-            ["planned_job:job", "--measured-step", "0"],
-            "positive number of seconds, but got measured_step_s=0.0",
-        ),
-        (
-            ["planned_job:job", "--axes", "model=2,model=1"],
-            "must name each axis once, but got 'model=2,model=1'",
-        ),
-    ],
-)
-def test_wrong_commands_are_named(
-    words: list[str], match: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *words]) == 2
-    text = capsys.readouterr().err
-    assert text.startswith("jaxpipe plan: ")
-    assert match in text
-    assert "Traceback" not in text
+WORDS: list[tuple[str, str]] = [
+    ("planned_job", "JOB must be module:name or file.py:name"),
+    ("planned_job.py", "JOB must be module:name or file.py:name"),
+    ("planned_jab.py:job", "JOB's file must exist and be NAME.py, with one dot, but got"),
+    ("./planned_job:job", "JOB's file must exist and be NAME.py, with one dot, but got"),
+    ("./json.py:job", "must be a file with a name of its own, but got './json.py:job'"),
+    ("planned_job.py:jub", "JOB must name something in planned_job.py"),
+    ("planned_job:exits", "must return the job, but got SystemExit: 0 (planned_job.py, line"),
+    ("planned_job:ends_at_once", "must return the job, but got SystemExit: os._exit(0) ("),
+    ("planned_exit:job", "SystemExit: 0 (planned_exit.py, line 2). Fix planned_exit."),
+    (
+        "planned_job:exiting_layers --hardware h200:2",
+        "the job must not end the program, but got SystemExit: 0 (planned_job.py, line ",
+    ),
+    ("planned_jab:job", "must be importable from here"),
+    ("planned_job:jub", "JOB must name something in planned_job"),
+    ("planned_job:nothing", "must name a function"),
+    ("planned_job:other", "must return"),
+    (
+        "planned_job:fails",
+        "planned_job:fails must return the job, but got KeyError: 'corpus' (planned_job.py, line ",
+    ),
+    (
+        "planned_job:needs",
+        "function without arguments, but got planned_job:needs, which has some: missing a req",
+    ),
+    ("planned_job:misspelt", "but got 'schedule'. Did you mean 'schedules'?"),
+    ("planned_job:short", "model, config and example_batch, but got no 'example_batch'. Add it"),
+    ("planned_job:wrong", "pipeline.schedul is not a known key. Did you mean pipeline.schedule?"),
+    ("planned_job:layers --hardware h200:2", "failed with ValueError: no such thing"),
+    (
+        "planned_syntax:job",
+        "SyntaxError: invalid syntax (planned_syntax.py, line 1). Fix planned_syntax.",
+    ),
+    (
+        "planned_raise:job",
+        "ZeroDivisionError: division by zero (planned_raise.py, line 2). Fix planned_raise.",
+    ),
+    *(
+        (f"planned_job:job {words}", message)
+        for words, message in (
+            ("--hardware h200:3", "num_stages"),
+            ("--num-chunks two", "--num-chunks must be integers"),
+            ("--axes model", "AXIS=LENGTH"),
+            ("--axes model=3", "6 together"),
+            ("--target-config none.txt", "--target-config must be a text file, but got 'none"),
+            ("--target-config planned_job.py", "where nothing is compiled"),
+            (
+                "--json none/plan.json",
+                "--json must be a file in a folder that exists, but got 'none/",
+            ),
+            ("--html .", "--html must be a file in a folder that exists, but got '.'"),
+            ("--hardware h20:2", "but got 'h20'. Did you mean 'h200'?"),
+            ("--hardware h200:2.5", "'NAME:NUMBER', but got hardware='h200:2.5'"),
+            ("--hardware h200:2 --schedules 1f2b", "schedule='1f2b'. Did you mean '1f1b'?"),
+            ("--hardware h200:2 --partition type:(", "regular expression"),
+            ("--hardware h200:2 --recompute -1", "recompute must be integers of at least 0"),
+            ("--measured-step 0", "positive number of seconds, but got measured_step_s=0.0"),
+            ("--axes model=2,model=1", "must name each axis once, but got 'model=2,model=1'"),
+        )
+    ),
+]
+
+
+def test_wrong_commands_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in WORDS:
+        assert main(["plan", *words.split()]) == 2, words
+        text = capsys.readouterr().err
+        assert text.startswith("jaxpipe plan: "), text
+        assert message in text
+        assert "Traceback" not in text
 
 
 @pytest.mark.parametrize(
