@@ -35,99 +35,45 @@ SLURM = {
 }
 
 
-@pytest.mark.parametrize(
-    ("environ", "source", "address", "count", "index", "local"),
-    [
-        (JAX, "the variables JAX_*", "10.0.0.1:1234", 4, 3, None),
-        (
-            {**JAX, "JAX_LOCAL_DEVICE_IDS": "2,3"},
-            "the variables JAX_*",
-            "10.0.0.1:1234",
-            4,
-            3,
-            (2, 3),
-        ),
-        (TORCH, "torchrun's MASTER_ADDR, WORLD_SIZE and RANK", "node0:4321", 8, 5, None),
-        (
-            {**TORCH, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-            "torchrun's MASTER_ADDR, WORLD_SIZE and RANK",
-            "node0:4321",
-            8,
-            5,
-            (1,),
-        ),
-        (SKYPILOT, "SkyPilot's SKYPILOT_NODE_IPS", "10.0.0.7:29500", 2, 1, None),
-        (
-            {**JAX, "JAX_COORDINATOR_ADDRESS": "[::1]:7"},
-            "the variables JAX_*",
-            "[::1]:7",
-            4,
-            3,
-            None,
-        ),
-        (
-            {**TORCH, "MASTER_ADDR": "fd00::1"},
-            "torchrun's MASTER_ADDR, WORLD_SIZE and RANK",
-            "[fd00::1]:4321",
-            8,
-            5,
-            None,
-        ),
-        (
-            {**TORCH, "MASTER_ADDR": "[::1]"},
-            "torchrun's MASTER_ADDR, WORLD_SIZE and RANK",
-            "[::1]:4321",
-            8,
-            5,
-            None,
-        ),
-        (
-            {**SKYPILOT, "SKYPILOT_NODE_IPS": "fe80::1%eth0\nfe80::2"},
-            "SkyPilot's SKYPILOT_NODE_IPS",
-            "[fe80::1%eth0]:29500",
-            2,
-            1,
-            None,
-        ),
-        ({**TORCH, **JAX, **SLURM}, "the variables JAX_*", "10.0.0.1:1234", 4, 3, None),
-        (SLURM, "Slurm", None, None, None, None),
-        (
-            {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2"},
-            "Open MPI",
-            None,
-            None,
-            None,
-            None,
-        ),
-        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "mpi4py", None, None, None, None),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpi4py", None, None, None, None),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "Cloud TPU", None, None, None, None),
-        ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, "Cloud TPU", None, None, None, None),
-        (
-            {"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_COORDINATOR_ADDRESS": "c"},
-            "Cloud TPU",
-            None,
-            None,
-            None,
-            None,
-        ),
-        (
-            {"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"},
-            "Kubernetes",
-            None,
-            None,
-            None,
-            None,
-        ),
-    ],
-)
-def test_sources_in_their_order(
-    environ: dict[str, str], source: str, address: Any, count: Any, index: Any, local: Any
-) -> None:
-    job = find_job(environ)
-    assert job is not None
-    assert (job.source, job.coordinator_address, job.num_processes) == (source, address, count)
-    assert (job.process_id, job.local_device_ids, job.is_alone) == (index, local, False)
+OURS, TORCHRUN = "the variables JAX_*", "torchrun's MASTER_ADDR, WORLD_SIZE and RANK"
+IPS = "SkyPilot's SKYPILOT_NODE_IPS"
+ADDRESSES: list[tuple[dict[str, str], str, tuple[Any, ...]]] = [
+    (JAX, OURS, ("10.0.0.1:1234", 4, 3, None)),
+    ({**JAX, "JAX_LOCAL_DEVICE_IDS": "2,3"}, OURS, ("10.0.0.1:1234", 4, 3, (2, 3))),
+    (TORCH, TORCHRUN, ("node0:4321", 8, 5, None)),
+    (
+        {**TORCH, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+        *(TORCHRUN, ("node0:4321", 8, 5, (1,))),
+    ),
+    (SKYPILOT, IPS, ("10.0.0.7:29500", 2, 1, None)),
+    ({**JAX, "JAX_COORDINATOR_ADDRESS": "[::1]:7"}, OURS, ("[::1]:7", 4, 3, None)),
+    ({**TORCH, "MASTER_ADDR": "fd00::1"}, TORCHRUN, ("[fd00::1]:4321", 8, 5, None)),
+    ({**TORCH, "MASTER_ADDR": "[::1]"}, TORCHRUN, ("[::1]:4321", 8, 5, None)),
+    (
+        {**SKYPILOT, "SKYPILOT_NODE_IPS": "fe80::1%eth0\nfe80::2"},
+        *(IPS, ("[fe80::1%eth0]:29500", 2, 1, None)),
+    ),
+    ({**TORCH, **JAX, **SLURM}, OURS, ("10.0.0.1:1234", 4, 3, None)),
+]
+NAMED: list[tuple[dict[str, str], str]] = [
+    (SLURM, "Slurm"),
+    ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+    ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "mpi4py"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpi4py"),
+    ({"TPU_WORKER_HOSTNAMES": "a,b"}, "Cloud TPU"),
+    ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, "Cloud TPU"),
+    ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_COORDINATOR_ADDRESS": "c"}, "Cloud TPU"),
+    ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"}, "Kubernetes"),
+]
+
+
+def test_sources_in_their_order() -> None:
+    for environ, source, place in [*ADDRESSES, *((*named, (None,) * 4) for named in NAMED)]:
+        job = find_job(environ)
+        assert job is not None, environ
+        assert (job.source, job.is_alone) == (source, False), environ
+        found = job.coordinator_address, job.num_processes, job.process_id, job.local_device_ids
+        assert found == place, environ
 
 
 @pytest.mark.parametrize(
