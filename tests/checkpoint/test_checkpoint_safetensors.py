@@ -1,5 +1,6 @@
 """Checkpoints out to safetensors files, and parameters back in, to the bit."""
 
+import functools
 import json
 import re
 import struct
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _refused import check_refused
 from _saved import change_index, copied, flip, make_engine, saved, trained
 from safetensors import safe_open
 
@@ -229,34 +231,6 @@ def test_exports_in_other_files_are_not_mixed(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("name", ["model", "model.bin", ".safetensors", ""])
-def test_the_file_must_be_called_safetensors(root: Path, tmp_path: Path, name: str) -> None:
-    example = "model" if name == "" else name
-    separator = "/" if name == "" else ""
-    match = (
-        rf"'\.safetensors', but got out='.*{re.escape(name)}'\. Write "
-        rf".*{separator}{re.escape(example)}\.safetensors'"
-    )
-    with pytest.raises(CheckpointError, match=match):
-        export_safetensors(saved(root), tmp_path / name)
-
-
-def test_the_file_must_be_writable(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        CheckpointError,
-        match=r"out='.*file/m\.safetensors' and (File exists|Not a dir).* Make room",
-    ):
-        export_safetensors(saved(root), tmp_path / "file" / "m.safetensors")
-
-
-def test_shards_must_have_room(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"at least 1, but got max_shard_bytes=0\. Write .* None for one file"
-    ):
-        export_safetensors(saved(root), tmp_path / "m.safetensors", max_shard_bytes=0)
-
-
 def test_dtypes_that_safetensors_has_not_are_named(root: Path, tmp_path: Path) -> None:
     def as_complex(index: dict[str, Any]) -> None:
         leaf = index["leaves"]["collections/3_Half/batch_stats/seen"]
@@ -272,6 +246,34 @@ def test_dtypes_that_safetensors_has_not_are_named(root: Path, tmp_path: Path) -
         export_safetensors(path, tmp_path / "m.safetensors")
 
 
-def test_there_must_be_a_checkpoint_to_export(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"and no checkpoint\. Pass the directory"):
-        export_safetensors(tmp_path, tmp_path / "m.safetensors")
+def test_refused(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    export = functools.partial(export_safetensors, saved(root))
+    table = [
+        *(
+            (
+                rf"'\.safetensors', but got out='.*{re.escape(name)}'\. Write "
+                rf".*{re.escape(example)}\.safetensors'",
+                functools.partial(export, tmp_path / name),
+            )
+            for name, example in (
+                ("model", "model"),
+                ("model.bin", "model.bin"),
+                (".safetensors", ".safetensors"),
+                ("", "/model"),
+            )
+        ),
+        (
+            r"out='.*file/m\.safetensors' and (File exists|Not a dir).* Make room",
+            functools.partial(export, tmp_path / "file" / "m.safetensors"),
+        ),
+        (
+            r"at least 1, but got max_shard_bytes=0\. Write .* None for one file",
+            functools.partial(export, tmp_path / "m.safetensors", max_shard_bytes=0),
+        ),
+        (
+            r"and no checkpoint\. Pass the directory",
+            functools.partial(export_safetensors, tmp_path, tmp_path / "m.safetensors"),
+        ),
+    ]
+    check_refused(CheckpointError, table)

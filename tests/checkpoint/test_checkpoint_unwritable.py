@@ -4,8 +4,10 @@ An error that says what and where, and neither the engine nor any checkpoint cha
 """
 
 import datetime
+import functools
 import gc
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -22,6 +24,7 @@ import pytest
 from _covering import slow_after
 from _no_descriptors import no_descriptors
 from _one_run import Run, assert_holds, entry, make_run
+from _refused import check_refused
 
 from jaxpipe import RepeatingLoader
 from jaxpipe.checkpoint import _writer, committed_tags
@@ -275,7 +278,7 @@ def test_a_directory_inside_a_file(run: Run, tmp_path: Path) -> None:
         run.engine.save_checkpoint(tmp_path / "file" / "deeper")
 
 
-TAGS = [
+TAGS: list[Any] = [
     "",
     ".",
     "..",
@@ -287,22 +290,18 @@ TAGS = [
     "a\0b",
     "latest",
     ".lock",
-    3,
-    b"two",
-    ("two",),
 ]
+TAGS += [3, b"two", ("two",)]
 
 
-@pytest.mark.parametrize("tag", TAGS, ids=repr)
-def test_a_tag_that_is_no_name(module_run: Run, tmp_path: Path, tag: Any) -> None:
+def test_a_tag_that_is_no_name(module_run: Run, tmp_path: Path) -> None:
     before = module_run.held()
-    calls = [module_run.engine.load_checkpoint, module_run.engine.save_checkpoint]
-    for call in calls:
-        with pytest.raises(
-            CheckpointError, match="tag must be a plain name .* Write for instance 'best', or"
-        ) as caught:
-            call(tmp_path / "save", tag)
-        assert f"got tag={tag!r}." in str(caught.value)
+    for tag in TAGS:
+        words = (
+            rf"tag must be a plain name .* got tag={re.escape(repr(tag))}\. Write for .* 'best', or"
+        )
+        for call in (module_run.engine.load_checkpoint, module_run.engine.save_checkpoint):
+            check_refused(CheckpointError, [(words, call)], tmp_path / "save", tag)
     assert listing(tmp_path) == {}
     assert_holds(module_run, before)
 
@@ -322,55 +321,38 @@ def test_a_tag_that_the_file_system_does_not_take(
 LOOP: list[Any] = []
 LOOP.append({"again": LOOP})
 
-CLIENT_STATES = {
-    "digits": (
-        {"a": [10**5000]},
-        r"client_state\['a'\]\[0\] must be .* at most 4300 digits, .* of 16610 bits. Write hex",
-    ),
-    "key-of-digits": (
+
+CLIENT_STATES: list[tuple[Any, str]] = [
+    ({"a": [10**5000]}, r"\['a'\]\[0\] must be .* at most 4300 digits, .* 16610 bits\. Write hex"),
+    (
         {10**5000: 1},
-        r"keys of client_state must be strings.* got key=<int too long to be printed>. Write",
+        r"^keys of client_state must be strings.*=<int too long to be printed>\. Write",
     ),
-    "loop": (
-        {"a": LOOP},
-        r"client_state\['a'\]\[0\]\['again'\].* must be nested at most 100 deep.* or contains "
-        r"itself. Store",
-    ),
-    "tuple": ({"a": (1, 2)}, r"client_state\['a'\] must be .* got a tuple. Write list\(...\)"),
-    "set": ({"a": {1}}, r"client_state\['a'\] must be .* got a set. Write list\(...\)"),
-    "inside": ({"a": [1, {"b": (2,)}]}, r"client_state\['a'\]\[1\]\['b'\] must be .* got a tuple"),
-    "jax-scalar": (
-        {"best": jnp.float32(0.5)},
-        r"client_state\['best'\] must be .* got a ArrayImpl. Write value.item",
-    ),
-    "array": (
-        {"a": np.zeros(3)},
-        r"client_state\['a'\] must be .* got a ndarray. Write value.tolist",
-    ),
-    "object": (
-        {"a": object()},
-        r"client_state\['a'\] must be .* got a object. Store plain values to rebuild it from",
-    ),
-    "bytes": (
-        {"a": b"x"},
-        r"client_state\['a'\] must be .* got a bytes. Store plain values to rebuild it from",
-    ),
-    "date": (
-        {"a": datetime.date(2024, 1, 1)},
-        r"client_state\['a'\] must be .* got a date. Store plain values to",
-    ),
-    "key": ({"a": {1: "b"}}, r"keys of client_state\['a'\] must be strings.* got key=1. Write '1'"),
-    "top-key": ({None: "b"}, r"keys of client_state must be strings.* got key=None. Write 'None'"),
-}
+    ({"a": LOOP}, r"\['a'\]\[0\]\['again'\].* at most 100 deep.* or contains itself\. Store"),
+    ({"a": (1, 2)}, r"\['a'\] must be .* got a tuple\. Write list\(\.\.\.\)"),
+    ({"a": {1}}, r"\['a'\] must be .* got a set\. Write list\(\.\.\.\)"),
+    ({"a": [1, {"b": (2,)}]}, r"\['a'\]\[1\]\['b'\] must be .* got a tuple"),
+    ({"best": jnp.float32(0.5)}, r"\['best'\] must be .* got a ArrayImpl\. Write value\.item"),
+    ({"a": np.zeros(3)}, r"\['a'\] must be .* got a ndarray\. Write value\.tolist"),
+    ({"a": object()}, r"\['a'\] must be .* got a object\. Store plain values to rebuild it from"),
+    ({"a": b"x"}, r"\['a'\] must be .* got a bytes\. Store plain values to rebuild it from"),
+    ({"a": datetime.date(2024, 1, 1)}, r"\['a'\] must be .* got a date\. Store plain values to"),
+    ({"a": {1: "b"}}, r"^keys of client_state\['a'\] must be strings.* got key=1\. Write '1'"),
+    ({None: "b"}, r"^keys of client_state must be strings.* got key=None\. Write 'None'"),
+]
 
 
-@pytest.mark.parametrize(("client_state", "match"), CLIENT_STATES.values(), ids=CLIENT_STATES)
-def test_a_client_state_that_json_does_not_know(
-    module_run: Run, tmp_path: Path, client_state: Any, match: str
-) -> None:
+def test_a_client_state_that_json_does_not_know(module_run: Run, tmp_path: Path) -> None:
     before = module_run.held()
-    with pytest.raises(CheckpointError, match=match):
-        module_run.engine.save_checkpoint(tmp_path / "save", client_state=client_state)
+    save = functools.partial(module_run.engine.save_checkpoint, tmp_path / "save")
+    table = [
+        (
+            words if words[0] == "^" else f"^client_state{words}",
+            functools.partial(save, client_state=state),
+        )
+        for state, words in CLIENT_STATES
+    ]
+    check_refused(CheckpointError, table)
     assert listing(tmp_path) == {}
     assert_holds(module_run, before)
 

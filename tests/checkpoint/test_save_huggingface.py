@@ -1,5 +1,6 @@
 """Checkpoints written by a table of names, as a folder that other libraries open."""
 
+import functools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after, soak_after
+from _refused import check_refused
 from _saved import change_index, saved
 from _tolerances import assert_close
 from flax import nnx
@@ -180,102 +182,59 @@ def test_adapters_of_narrow_weights_are_merged_before_rounding(dtype: Any, tmp_p
         np.testing.assert_array_equal(found[path].astype(dtype), leaf.astype(dtype))
 
 
-@pytest.mark.parametrize(
-    ("run", "changes", "error", "match"),
-    [
+MISTAKES: list[tuple[type[Exception], dict[str, Any], str]] = [
+    (CheckpointError, {"dtype": "int8"}, "dtype='int8'. Write for instance 'bfloat16'"),
+    (CheckpointError, {"dtype": "half?"}, r"floating-point dtype, but got dtype='half\?'"),
+    (CheckpointError, {"max_shard_bytes": 0}, "max_shard_bytes=0. Write for instance"),
+    (CheckpointError, {"lora_alpha": 1.0}, "=1.0 and 0 leaves of adapters.*Leave lora_alpha out"),
+    (CheckpointError, {"tag": "none"}, "none"),
+    (ConfigError, {"config": 3}, "must be a folder, a file or a dictionary, but got 3"),
+    (ConfigError, {"config": "/nowhere/config.json"}, "readable, but got /nowhere/config.json"),
+    (
+        *(ConfigError, {"config": {"text_config": {}, "vision_config": {"depth": 2}}}),
+        "got text_config without any tensors of this part. Pass the configuration of the part",
+    ),
+    (ConfigError, {"config": {"num_hidden_layers": 5}}, "layers=5 and tensors of 4 blocks"),
+    *(
+        (ConfigError, {"config": {"vocab_size": 32, key: value}}, f"got {key}={value} and {held}")
+        for key, value, held in [
+            ("vocab_size", 33, r"an embedding of shape \(32, 16\)"),
+            ("hidden_size", 32, r"an embedding of shape \(32, 16\)"),
+            ("attention_bias", True, "tensors without them"),
+            ("mlp_bias", True, "tensors without them"),
+        ]
+    ),
+    (ConfigError, {"config": {"head_dim": np.int64(4)}}, "int64.*integer of NumPy"),
+]
+
+
+def test_mistakes_write_nothing(runs: Runs, tmp_path: Path) -> None:
+    names, untied = llama_names(config_of(tied=True)), llama_names(config_of(tied=False))
+    mistakes: list[tuple[type[Exception], dict[str, Any], str]] = [
+        *MISTAKES,
+        (CheckpointError, {"renames": names[1:]}, "of the model without an entry: tied"),
+        (CheckpointError, {"renames": (*names, names[-2])}, "each leaf once, but got '5/scale'"),
         (
-            "tied",
-            {"renames": lambda names: names[1:]},
-            CheckpointError,
-            "leaves of the model without an entry: tied",
-        ),
-        (
-            "tied",
-            {"renames": lambda names: (*names, names[-2])},
-            CheckpointError,
-            "each leaf once, but got '5/scale'",
-        ),
-        ("tied", {"dtype": "int8"}, CheckpointError, "dtype='int8'. Write for instance 'bfloat16'"),
-        (
-            "tied",
-            {"dtype": "half?"},
-            CheckpointError,
-            "floating-point dtype, but got dtype='half\\?'",
-        ),
-        ("tied", {"config": 3}, ConfigError, "must be a folder, a file or a dictionary, but got 3"),
-        (
-            "tied",
-            {"config": "/nowhere/config.json"},
-            ConfigError,
-            "readable, but got /nowhere/config.json",
-        ),
-        (
-            "tied",
-            {"config": {"text_config": {}, "vision_config": {"depth": 2}}},
-            ConfigError,
-            "got text_config without any tensors of this part. Pass the configuration of the part",
-        ),
-        (
-            "tied",
-            {"config": {"num_hidden_layers": 5}},
-            ConfigError,
-            "num_hidden_layers=5 and tensors of 4 blocks",
-        ),
-        *(
-            (
-                "tied",
-                {"config": {"vocab_size": 32, key: value}},
-                ConfigError,
-                f"got {key}={value} and {held}",
-            )
-            for key, value, held in [
-                ("vocab_size", 33, r"an embedding of shape \(32, 16\)"),
-                ("hidden_size", 32, r"an embedding of shape \(32, 16\)"),
-                ("attention_bias", True, "tensors without them"),
-                ("mlp_bias", True, "tensors without them"),
-            ]
-        ),
-        ("tied", {"config": {"head_dim": np.int64(4)}}, ConfigError, "int64.*integer of NumPy"),
-        (
-            "tied",
-            {"config": {}, "renames": lambda _: llama_names(config_of(tied=False))},
-            ConfigError,
+            *(ConfigError, {"config": {}, "renames": untied}),
             "without 'lm_head.weight'. Make the table .* with tie_word_embeddings=True",
         ),
-        ("tied", {"max_shard_bytes": 0}, CheckpointError, "max_shard_bytes=0. Write for instance"),
+    ]
+    save = functools.partial(save_huggingface, folder=tmp_path / "out")
+    for error, changes, words in mistakes:
+        call = functools.partial(save, runs["tied"][0], **{"renames": names, **changes})
+        check_refused(error, [(words, call)])
+    call = functools.partial(save, runs["adapters"][0], renames=names)
+    table = [
         (
-            "tied",
-            {"lora_alpha": 1.0},
-            CheckpointError,
-            "lora_alpha=1.0 and 0 leaves of adapters.*Leave lora_alpha out",
-        ),
-        ("tied", {"tag": "none"}, CheckpointError, "none"),
-        (
-            "adapters",
-            {"tag": "global_step1"},
-            CheckpointError,
             "lora_alpha=None and 8 leaves.*Pass the alpha",
+            functools.partial(call, tag="global_step1"),
         ),
         (
-            "adapters",
-            {"tag": "alone", "lora_alpha": 1.0},
-            CheckpointError,
-            "without [0-9]+ frozen ones. Load it into",
+            r"without \d+ frozen ones. Load it into",
+            functools.partial(call, tag="alone", lora_alpha=1.0),
         ),
-    ],
-)
-def test_mistakes_write_nothing(
-    run: str,
-    changes: dict[str, Any],
-    error: type[Exception],
-    match: str,
-    runs: Runs,
-    tmp_path: Path,
-) -> None:
-    names = llama_names(config_of(tied=True))
-    changes = {**changes, "renames": changes.get("renames", lambda names: names)(names)}
-    with pytest.raises(error, match=match):
-        save_huggingface(runs[run][0], tmp_path / "out", **changes)
+    ]
+    check_refused(CheckpointError, table)
     assert not (tmp_path / "out").exists()
 
 

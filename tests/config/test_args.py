@@ -1,7 +1,6 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -83,38 +82,3 @@ def test_arguments_without_a_path(args: object) -> None:
         match=r"one configuration, but got none\. Pass config=.* the path of a JSON file\.",
     ):
         config_from_args(args)
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        (
-            {"args": {"deepspeed_config": "x.json"}, "config": CONFIG},
-            r"but got config and args\.deepspeed_config\. Pass .*"
-            r"keep one of config=\{'train_batch_size': 8\} and args\.deepspeed_config='x\.json'\.",
-        ),
-        (
-            {"args": None, "config": CONFIG, "config_params": "y.json"},
-            r"but got config and config_params\. Pass .*keep one of config=\{.*\} and "
-            r"config_params='y\.json'\.",
-        ),
-    ],
-)
-def test_two_configurations_are_both_printed(given: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        config_from_args(**given)
-
-
-@pytest.mark.parametrize(
-    ("args", "match"),
-    [
-        (
-            {"deepscale_config": "x.json"},
-            r"args.deepscale_config='x.json'. Use args.deepspeed_config",
-        ),
-        (argparse.Namespace(deepscale=True), r"args.deepscale=True. Use args.deepspeed"),
-    ],
-)
-def test_names_that_deepspeed_gave_up(args: object, match: str) -> None:
-    with pytest.raises(ConfigError, match=rf"must not be given, but got {match}\."):
-        config_from_args(args, CONFIG)

@@ -1,13 +1,16 @@
 """What a configuration is refused for: keys and values, and what the error says."""
 
 import re
+from argparse import Namespace
 from decimal import Decimal
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import pytest
 from _full import put
+from _refused import check_refused
 
-from jaxpipe.config import PipelineConfig, load_config
+from jaxpipe.config import PipelineConfig, config_from_args, load_config, resolve_batch_sizes
 from jaxpipe.errors import ConfigError, shown
 
 VALUES: list[tuple[str, Any, str, str]] = [
@@ -117,6 +120,11 @@ UNKNOWN = {
 }
 """Keys that are none, and what they may be meant for."""
 
+TOO_LONG = "too long to be printed>"
+INSIDE: dict[str, Any] = {}
+INSIDE["again"] = INSIDE
+BATCH = {"train_batch_size": 8, "data_parallel_size": 1}
+BATCHED = {"train_batch_size": 8}
 CHECKPOINT, PLACE = "contiguous_memory_optimization", r"pipeline.partition\[1\]"
 OTHERS: list[tuple[Any, str]] = [
     (
@@ -169,6 +177,64 @@ OTHERS: list[tuple[Any, str]] = [
                 "number_checkpoints is given, but got .*=True. Give the number",
             ),
         )
+    ),
+    ({"fp16": {"enabled": 0}}, "^fp16.enabled must be true or false, but got .*=0"),
+    ({"fp16": {"loss_scale": -1}}, "^fp16.loss_scale must be .*=-1. Use"),
+    (
+        {"fp16": {"enabled": False, "los_scale": 0}},
+        "^fp16.los_scale is not a known key. Did you mean fp16.loss_scale",
+    ),
+    (
+        {"fp16": {"enabled": False, "clip": 1.0}},
+        "^fp16.clip must not be set: .*=1.0. Use gradient_clipping",
+    ),
+    *(
+        (config, re.escape(f'topology=ProcessTopology(["pipe", "data", "{axis}"], sizes)'))
+        for config, axis in (
+            ({"sequence_parallel_size": 4}, "sequence"),
+            ({"expert_parallel": {"enabled": True}}, "expert"),
+            ({"moe": {"enabled": True, "ep_size": 4}}, "expert"),
+            ({"tensor_parallel": {"autotp_size": 4}}, "model"),
+        )
+    ),
+    *(
+        (
+            {"train_batch_size": size},
+            r"^train_batch_size must be an integer of at least 1 and below 2\*\*63, but got "
+            r"train_batch_size=.*Use for",
+        )
+        for size in (10**5000, 2**63)
+    ),
+    ({10**5000: 1}, f"^A key of the configuration must be .*key=<int {TOO_LONG}"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 10**5000}}},
+        f"^optimizer.params.max_grad_norm must be .*<int {TOO_LONG}",
+    ),
+    (
+        {"gradient_accumulation_steps": [10**5000]},
+        f"^gradient_accumulation_steps must be .*<list {TOO_LONG}",
+    ),
+    (
+        {"optimizer": {"type": "Adam", "params": INSIDE}},
+        "nested no deeper than JSON .* object inside itself.* Give a dictionary of plai",
+    ),
+    *(
+        (
+            {key: value},
+            rf"^{key} must be an integer of at least 1, but got {key}=.*Use for instance 1",
+        )
+        for key in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "steps_per_print",
+        )
+        for value in (0, -1, True, 4.0, "4", "auto", [4], {})
+    ),
+    (3, "dictionary or the path of a JSON file, but got config=3. Pass a dict"),
+    *(
+        (given, r"must be a dictionary.*got config=.*vars\(config\)")
+        for given in (Namespace(seed=1), dict, 3)
     ),
     *(
         (
@@ -241,40 +307,153 @@ def at(path: str, value: object) -> dict[str, Any]:
     return config
 
 
-def _id(value: object) -> str:
-    return value if isinstance(value, str) else ""
+def test_a_value_breaks_a_rule() -> None:
+    for path, value, rule, repair in VALUES:
+        words = rf"^{path} must be .*{rule}, but got {path}={re.escape(shown(value))}\. {repair}"
+        check_refused(ConfigError, [(words, load_config)], at(path, value))
+        section, _, key = path.partition(".")
+        if section == "pipeline":
+            check_refused(ConfigError, [(words, partial(PipelineConfig, **{key: value}))])
 
 
-@pytest.mark.parametrize(("path", "value", "rule", "repair"), VALUES, ids=_id)
-def test_a_value_breaks_a_rule(path: str, value: object, rule: str, repair: str) -> None:
-    match = rf"^{path} must be .*{rule}, but got {path}={re.escape(shown(value))}\. {repair}"
-    with pytest.raises(ConfigError, match=match):
-        load_config(at(path, value))
-    section, _, key = path.partition(".")
-    if section == "pipeline":
-        with pytest.raises(ConfigError, match=match):
-            PipelineConfig(**{key: value})
+def test_a_key_must_not_be_set() -> None:
+    for path, value, reason, repair in SET:
+        got = rf"{path}={re.escape(shown(value))}\. {repair}"
+        words = rf"^{path} must not be set: .*{reason}.*, but got {got}"
+        check_refused(ConfigError, [(words, load_config)], at(path, value))
 
 
-@pytest.mark.parametrize(("path", "value", "reason", "repair"), SET, ids=_id)
-def test_a_key_must_not_be_set(path: str, value: object, reason: str, repair: str) -> None:
-    match = (
-        rf"^{path} must not be set: .*{reason}.*, but got {path}={re.escape(shown(value))}\. "
-        rf"{repair}"
+def test_unknown_keys_name_the_nearest() -> None:
+    for path, nearest in UNKNOWN.items():
+        words = rf"^{path} is not a known key\. Did you mean {nearest}\?"
+        check_refused(ConfigError, [(words, load_config)], at(path, 1))
+
+
+def test_others() -> None:
+    table = [(words, partial(load_config, config)) for config, words in OTHERS]
+    check_refused(ConfigError, table)
+
+
+FILES: list[tuple[Any, str]] = [
+    (b'{"a": "\xff"}', r"readable JSON file in UTF-8, but got config=.*config\.json"),
+    (
+        '{ # a comment\n  "train_batch_size": 4, /* and\nanother */ "steps_per_print" 1,\n}',
+        r"valid JSON, but got .* in .*config\.json at line 3, column 30\. Correct .* only comments",
+    ),
+    ('{"train_batch_size": 4} /* and', "but got Extra data in .* at line 1, column 25"),
+    ("[" * 100_000, r"valid JSON, but got .* in .*config\.json\. Correct the file"),
+    *(
+        (text, r"a JSON object, but got .* in .*config\.json\. Write \{\.\.\.\} there")
+        for text in ("[]", "3", '"train_batch_size"', "null")
+    ),
+    *(
+        (
+            text,
+            r"^config must be valid JSON, but got .* at line \d, column \d+\. Correct the file "
+            "there; .*trailing commas",
+        )
+        for text in (
+            "train_batch_size: 4",
+            "{train_batch_size: 4}",
+            '{"train_batch_size": 4 "steps_per_print": 2}',
+            '{"train_batch_size": 4\n"steps_per_print": 2}',
+            "{'train_batch_size': 4}",
+            '{"optimizer": {"type": Adam}}',
+            '{"optimizer": {"type": """Adam"""}}',
+            "{\"optimizer\": {\"type\": '''Adam'''}}",
+            '{"train_batch_size": 4,,}',
+            '{"train_batch_size": ,}',
+            '{"pipeline": {"partition": [,]}}',
+            "{,}",
+            '{"train_batch_size": 4} 5',
+            '{"train_batch_size": 4 /* never closed }',
+            '{"train_batch_size": 0x10}',
+            '{"optimizer": {"type": "Ad\nam"}}',
+            '{"optimizer": {"type": "Adam # }}',
+            "",
+            "# only a comment",
+        )
+    ),
+    (
+        '{"pipeline": {"stages": 0}}',
+        r"^pipeline\.stages must be .*stages=0\. .*\(Read from .*config\.json\.\)",
+    ),
+]
+"""What a file holds, and what the error says."""
+
+
+def test_files(tmp_path: Path) -> None:
+    table = [
+        (
+            r"config='.*nowhere\.json', which does not exist\. Correct the path",
+            partial(load_config, tmp_path / "nowhere.json"),
+        ),
+        (
+            "readable JSON file in UTF-8, but got config=.*Name a file that can be read",
+            partial(load_config, tmp_path),
+        ),
+    ]
+    check_refused(ConfigError, table)
+    file = tmp_path / "config.json"
+    for content, words in FILES:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        check_refused(ConfigError, [(words, load_config)], file)
+
+
+BATCHES = [
+    *(
+        (words, partial(resolve_batch_sizes, *sizes, data_parallel_size=world))
+        for *sizes, world, words in (
+            (
+                7,
+                1,
+                2,
+                1,
+                r"hold, but got 7 != 1 x 2 x 1\. Use train_batch_size=2, or leave out one",
+            ),
+            (64, 4, None, 3, r"got 64 = 4 x \? x 3\. .* of 12: the nearest to 64 is 60 or 72"),
+            (64, None, 5, 2, r"got 64 = \? x 5 x 2\. .* of 10: the nearest to 64 is 60 or 70"),
+            (64, None, None, 3, r"got 64 = \? x 1 x 3\. .* of 3: the nearest to 64 is 63 or 66"),
+            (2, None, 2, 4, r"got 2 = \? x 2 x 4\. .* multiple of 8: the nearest to 2 is 8"),
+            (None, None, 2, 4, r"given .* got \? = \? x 2 x 4\. Add one of the two keys"),
+            (None, None, None, 4, r"given .* got \? = \? x \? x 4\. Add one of the two keys"),
+        )
+    ),
+    *(
+        (
+            rf"{name} must be an integer of at least 1, but got {name}={value!r}",
+            partial(resolve_batch_sizes, **{**BATCH, name: value}),
+        )
+        for name in (*BATCH, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        for value in (0, -4, True, 4.0, "4")
+    ),
+]
+GIVEN: list[tuple[dict[str, Any], str]] = [
+    (
+        {"args": {"deepspeed_config": "x.json"}, "config": BATCHED},
+        r"but got config and args\.deepspeed_config\. Pass .*keep one of "
+        r"config=\{'train_batch_size': 8\} and args\.deepspeed_config='x\.json'\.",
+    ),
+    (
+        {"args": None, "config": BATCHED, "config_params": "y.json"},
+        r"but got config and config_params\. Pass .*keep one of config=\{.*\} and "
+        r"config_params='y\.json'\.",
+    ),
+    *(
+        (
+            {"args": args, "config": BATCHED},
+            rf"must not be given, but got {got}\. Use args\.deepspeed{name}\.",
+        )
+        for args, got, name in (
+            ({"deepscale_config": "x.json"}, r"args\.deepscale_config='x\.json'", "_config"),
+            (Namespace(deepscale=True), r"args\.deepscale=True", ""),
+        )
+    ),
+]
+
+
+def test_batches_and_arguments() -> None:
+    check_refused(ConfigError, BATCHES)
+    check_refused(
+        ConfigError, [(words, partial(config_from_args, **given)) for given, words in GIVEN]
     )
-    with pytest.raises(ConfigError, match=match):
-        load_config(at(path, value))
-
-
-@pytest.mark.parametrize("path", UNKNOWN)
-def test_unknown_keys_name_the_nearest(path: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^{path} is not a known key\. Did you mean {UNKNOWN[path]}\?"
-    ):
-        load_config(at(path, 1))
-
-
-@pytest.mark.parametrize(("config", "match"), OTHERS, ids=_id)
-def test_others(config: Any, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        load_config(config)

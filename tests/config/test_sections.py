@@ -105,9 +105,8 @@ def test_compute_dtype(config: dict[str, Any], dtype: str) -> None:
     assert load_config(config).compute_dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
+def test_dtype_of_accumulation_does_not_follow_the_model() -> None:
+    for name, dtype in [
         (None, "float32"),
         ("fp32", "float32"),
         ("float32", "float32"),
@@ -118,11 +117,9 @@ def test_compute_dtype(config: dict[str, Any], dtype: str) -> None:
         ("fp16", "float16"),
         ("float16", "float16"),
         ("half", "float16"),
-    ],
-)
-def test_dtype_of_accumulation_does_not_follow_the_model(name: str | None, dtype: str) -> None:
-    config = load_config({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": name}})
-    assert (config.data_types.grad_accum_dtype or "float32") == dtype
+    ]:
+        config = load_config({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": name}})
+        assert (config.data_types.grad_accum_dtype or "float32") == dtype, name
 
 
 def test_muon_is_not_one_of_them() -> None:

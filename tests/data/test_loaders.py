@@ -1,10 +1,12 @@
 import json
 import re
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
+from _refused import check_refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -144,33 +146,6 @@ def test_a_last_batch_that_is_not_full(drop_last: bool, sizes: list[int]) -> Non
 def test_a_collate_function_gets_the_list_of_samples() -> None:
     loader = BatchLoader("abcd", 2, seed=0, shuffle=False, collate_fn="".join)
     assert list(loader) == ["ab", "cd"]
-
-
-def test_a_data_set_smaller_than_a_batch() -> None:
-    with pytest.raises(
-        DataError,
-        match=r"len\(dataset\)=3 and batch_size=4. Add samples, or lower train_batch_size",
-    ):
-        BatchLoader(_Squares(3), 4, seed=0)
-    with pytest.raises(DataError, match=r"len\(dataset\)=0 and batch_size=1"):
-        BatchLoader([], 1, seed=0)
-
-
-@pytest.mark.parametrize(("name", "value"), [("batch_size", v) for v in (0, -1, True, 2.0)])
-def test_batch_size_must_be_a_positive_integer(name: str, value: Any) -> None:
-    with pytest.raises(
-        DataError,
-        match=rf"{name} must be an integer of at least 1, but got {name}={value!r}. Pass 1",
-    ):
-        BatchLoader(_Squares(8), value, seed=0)
-
-
-@pytest.mark.parametrize("seed", [-1, True, 1.0, None])
-def test_seed_must_be_a_non_negative_integer(seed: Any) -> None:
-    with pytest.raises(
-        DataError, match=rf"seed must be an integer of at least 0, but got seed={seed!r}. Pass 0"
-    ):
-        BatchLoader(_Squares(8), 2, seed=seed)
 
 
 def test_what_is_not_shuffled_needs_no_seed() -> None:
@@ -421,42 +396,6 @@ def test_a_place_holds_for_another_number_of_shards(
 
 
 @pytest.mark.parametrize(
-    ("state", "match"),
-    [
-        (
-            {"epoch": 1, "samples": 6},
-            r"two of the 4 batches of an epoch, but got samples=6 and batch_size=4. Use a b",
-        ),
-        (
-            {"epoch": 0, "samples": 20},
-            r"but got samples=20 and batch_size=4. Use a batch size that divides 20, and",
-        ),
-        ({"epoch": 0, "samples": -4}, r"but got samples=-4 and batch_size=4. Use a batch size"),
-        ({"epoch": -1, "samples": 0}, r"but got (state=.*'epoch': -1|epoch=-1).*(Pass|Use) "),
-        (
-            {"epoch": 0},
-            r"an epoch and a number of samples, but got state=\{'epoch': 0\}. Pass what get_state "
-            r"returned",
-        ),
-        (
-            {"epoch": "last", "samples": 0},
-            r"but got state=\{'epoch': 'last', 'samples': 0\}. Pass what get_state",
-        ),
-        (None, r"but got state=None. Pass what get_state"),
-        ([0, 4], r"but got state=\[0, 4\]. Pass what get_state"),
-    ],
-)
-def test_no_place_in_an_epoch(state: Any, match: str) -> None:
-    loader = BatchLoader(range(16), 4, seed=0)
-    iterator = iter(loader)
-    next(iterator)
-    with pytest.raises(DataError, match=rf"^state must .*{match}"):
-        iterator.set_state(state)
-    assert _at(iterator) == {"epoch": 0, "samples": 4}
-    assert loader.epoch == 1
-
-
-@pytest.mark.parametrize(
     "loader", [{1, 2}, iter([1, 2]), (x for x in (1, 2))], ids=["set", "iterator", "generator"]
 )
 def test_repeating_what_has_no_place(loader: Any) -> None:
@@ -470,32 +409,6 @@ def test_repeating_what_has_no_place(loader: Any) -> None:
     with pytest.raises(DataError, match=match):
         repeating.set_state({"position": 1})
     assert next(repeating) == 2
-
-
-@pytest.mark.parametrize(
-    ("loader", "state", "kind"),
-    [
-        ([1, 2, 3], {"iterator": {"epoch": 0, "samples": 2}}, "list"),
-        ([1, 2, 3], {"position": 4}, "list"),
-        ([1, 2, 3], {"position": -1}, "list"),
-        ([1, 2, 3], {"position": "1"}, "list"),
-        ([1, 2, 3], {"position": 1.5}, "list"),
-        ([1, 2, 3], {}, "list"),
-        ([1, 2, 3], None, "list"),
-        ([1, 2, 3], b"3", "list"),
-        (BatchLoader(range(4), 2, seed=0), {"position": 1}, "BatchLoader"),
-    ],
-    ids=["iterator", "beyond", "below", "text", "half", "empty", "none", "bytes", "position"],
-)
-def test_the_place_of_another_kind_of_loader(loader: Any, state: Any, kind: str) -> None:
-    repeating = RepeatingLoader(loader)
-    place = repeating.get_state()
-    with pytest.raises(
-        DataError,
-        match=rf"got state={re.escape(repr(state))} and loader=<{kind}>. Pass the loader that",
-    ):
-        repeating.set_state(state)
-    assert repeating.get_state() == place
 
 
 class _Counting:
@@ -571,16 +484,83 @@ def test_a_tuple_of_arrays_is_no_data_set() -> None:
     assert len(BatchLoader(list(zip(*columns, strict=True)), 4, seed=0)) == 2
 
 
-@pytest.mark.parametrize(
-    ("argument", "match"),
-    [
+EIGHT = _Squares(8)
+REFUSED = [
+    (
+        r"len\(dataset\)=3 and batch_size=4\. Add samples, or lower train_batch_size",
+        partial(BatchLoader, _Squares(3), 4, seed=0),
+    ),
+    (r"len\(dataset\)=0 and batch_size=1", partial(BatchLoader, [], 1, seed=0)),
+    *(
+        (rf"of at least 1, .* batch_size={n!r}\. Pass 1", partial(BatchLoader, EIGHT, n, seed=0))
+        for n in (0, -1, True, 2.0)
+    ),
+    *(
+        (rf"of at least 0, .* seed={n!r}\. Pass 0", partial(BatchLoader, EIGHT, 2, seed=n))
+        for n in (-1, True, 1.0, None)
+    ),
+    *(
         (
-            {"shuffle": "no"},
-            r"shuffle must be true or false, but got shuffle='no'\. Pass True or False",
-        ),
-        ({"shuffle": 0}, r"but got shuffle=0\. Pass True"),
-    ],
-)
-def test_arguments_of_another_kind(argument: dict[str, Any], match: str) -> None:
-    with pytest.raises(DataError, match=match):
-        BatchLoader(_Squares(8), 2, seed=0, **argument)
+            rf"shuffle must be true or false, but got shuffle={value!r}\. Pass True or False",
+            partial(BatchLoader, EIGHT, 2, seed=0, shuffle=value),
+        )
+        for value in ("no", 0)
+    ),
+]
+
+
+def test_refused() -> None:
+    check_refused(DataError, REFUSED)
+
+
+PLACES: list[tuple[Any, str]] = [
+    (
+        {"epoch": 1, "samples": 6},
+        r"two of the 4 batches of an epoch, but got samples=6 and batch_size=4\. Use a b",
+    ),
+    (
+        {"epoch": 0, "samples": 20},
+        r"but got samples=20 and batch_size=4\. Use a batch size that divides 20, and",
+    ),
+    ({"epoch": 0, "samples": -4}, r"but got samples=-4 and batch_size=4\. Use a batch size"),
+    ({"epoch": -1, "samples": 0}, "but got (state=.*'epoch': -1|epoch=-1).*(Pass|Use) "),
+    (
+        {"epoch": 0},
+        r"an epoch and a number of samples, .*=\{'epoch': 0\}\. Pass what get_state",
+    ),
+    (
+        {"epoch": "last", "samples": 0},
+        r"but got state=\{'epoch': 'last', 'samples': 0\}\. Pass what get_state",
+    ),
+    (None, r"but got state=None\. Pass what get_state"),
+    ([0, 4], r"but got state=\[0, 4\]\. Pass what get_state"),
+]
+
+
+def test_no_place_in_an_epoch() -> None:
+    loader = BatchLoader(range(16), 4, seed=0)
+    iterator = iter(loader)
+    next(iterator)
+    table = [(f"^state must .*{words}", partial(iterator.set_state, at)) for at, words in PLACES]
+    check_refused(DataError, table)
+    assert _at(iterator) == {"epoch": 0, "samples": 4}
+    assert loader.epoch == 1
+
+
+ELSEWHERE = [*({"position": at} for at in (4, -1, "1", 1.5)), {}, None, b"3"]
+
+
+def test_the_place_of_another_kind_of_loader() -> None:
+    for loader, states in (
+        ([1, 2, 3], [{"iterator": {"epoch": 0, "samples": 2}}, *ELSEWHERE]),
+        (BatchLoader(range(4), 2, seed=0), [{"position": 1}]),
+    ):
+        repeating = RepeatingLoader(loader)
+        place = repeating.get_state()
+        got = rf"and loader=<{type(loader).__name__}>\. Pass the loader that"
+        table = [
+            (rf"got state={re.escape(repr(state))} {got}", partial(repeating.set_state, state))
+            for state in states
+        ]
+        check_refused(DataError, table)
+        assert repeating.get_state() == place

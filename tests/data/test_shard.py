@@ -6,6 +6,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
+from _refused import check_refused
 from jax.sharding import Mesh
 
 from jaxpipe.data import Shard, process_shard
@@ -65,19 +66,11 @@ def test_one_process_feeds_all(axes: tuple[str, ...]) -> None:
     assert process_shard(Mesh(devices, axes)) == Shard(0, 1, range(4))
 
 
-@pytest.mark.parametrize(
-    ("processes", "shown"),
-    [
+def test_blocks_that_are_not_equal_or_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processes, shown in (
         ([[[0, 1], [0, 1]]], r"process 0: \[0, 2\], process 1: \[1, 3\] of 4"),
         ([[[0, 1], [1, 1]]], r"process 0: \[0\], process 1: \[1, 2, 3\] of 4"),
         ([[[0, 0], [1, 1]], [[0, 1], [1, 1]]], r"process 0: \[0, 1\], process 1: \[1, 2, 3\] of 4"),
-    ],
-)
-def test_blocks_that_are_not_equal_or_not_whole(
-    processes: Any, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(
-        TopologyError,
-        match=rf"equal blocks of neighbouring replicas, .* got {shown}. Use jaxpipe.mesh",
     ):
-        _shard(THREE, processes, monkeypatch)
+        words = rf"equal blocks of neighbouring replicas, .* got {shown}\. Use jaxpipe\.mesh"
+        check_refused(TopologyError, [(words, _shard)], THREE, processes, monkeypatch)

@@ -1,9 +1,11 @@
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _refused import check_refused
 
 from jaxpipe.data import MicrobatchStack, stack_microbatches
 from jaxpipe.errors import DataError
@@ -42,78 +44,6 @@ def test_arrays_of_jax_keep_their_dtype() -> None:
     assert y.shape == (2,)
 
 
-def test_no_entries() -> None:
-    with pytest.raises(
-        DataError,
-        match=r"at least one microbatch, but got entries=\[\]. Give one entry per microbatch",
-    ):
-        stack_microbatches([])
-
-
-@pytest.mark.parametrize(
-    ("entry", "what"),
-    [
-        (np.zeros(2), "a ndarray"),
-        ({"x": 1, "y": 2}, "a dict"),
-        ((1,), "a tuple of 1"),
-        ([1, 2, 3, 4], "a list of 4"),
-        (None, "a NoneType"),
-    ],
-)
-def test_an_entry_that_is_no_pair(entry: Any, what: str) -> None:
-    with pytest.raises(
-        DataError, match=rf"\(inputs, labels, side\), but got entry 1 = {what}. .*set_batch_fn"
-    ):
-        stack_microbatches([(1, 2), entry])
-
-
-def test_side_inputs_only_sometimes() -> None:
-    with pytest.raises(
-        DataError, match=r"got 2 in entry 0 and 3 in entry 1. Yield the side inputs always or never"
-    ):
-        stack_microbatches([(1, 2), (1, 2, {"a": 3})])
-
-
-def test_shapes_that_differ() -> None:
-    match = (
-        r"inputs\['ids'\] must have the same shape .* shape=\(2, 4\) in entry 2 and shape=\(2, 3\) "
-        r"in entry 0. Pad"
-    )
-    with pytest.raises(DataError, match=match):
-        stack_microbatches([_entry(0), _entry(1), _entry(2, length=4)])
-
-
-def test_dtypes_that_differ() -> None:
-    match = (
-        r"labels must have the same dtype .* dtype=float64 in entry 1 and dtype=int32 in entry 0. "
-        r".*convert it"
-    )
-    with pytest.raises(DataError, match=match):
-        stack_microbatches([(1, np.int32(2)), (1, 2.0)])
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "problem"),
-    [
-        ({"a": 1, "b": 2}, {"a": 1}, r"no inputs\['b'\] in entry 1"),
-        ({"a": 1}, {"a": 1, "b": 2}, r"an additional inputs\['b'\] in entry 1"),
-        ((1, None), (1, 2), r"an additional inputs\[1\] in entry 1"),
-        (1, {"a": 1}, r"inputs\['a'\] in place of inputs in entry 1"),
-        (
-            [1, 2],
-            (1, 2),
-            r"PyTreeDef\(\(\*, \*\)\) in entry 1 and PyTreeDef\(\[\*, \*\]\) in entry 0",
-        ),
-    ],
-)
-def test_structures_that_differ(first: Any, second: Any, problem: str) -> None:
-    with pytest.raises(
-        DataError,
-        match=rf"inputs must have the same structure .* got {problem}. Give it the structure",
-    ):
-        stack_microbatches([(first, 0), (second, 0)])
-
-
 def _deleted() -> jax.Array:
     array = jnp.ones((2, 3))
     array.delete()
@@ -133,88 +63,107 @@ def _traced() -> jax.Array:
     return found[0]
 
 
-@pytest.mark.parametrize(
-    ("leaf", "match"),
-    [
-        ("text", r" = 'text', of dtype <U4\. Encode it as numbers"),
-        (b"bytes", r" = b'bytes', of dtype .*\. Encode it as numbers"),
-        (object(), r" = <object .*of dtype object\. Encode it"),
-        ({1, 2}, r" = \{1, 2\}, of dtype object\. Encode it"),
-        (10**30, r" = 10+, of dtype object\. Encode it"),
+ENTRIES: list[tuple[Any, str]] = [
+    ([], r"at least one microbatch, but got entries=\[\]\. Give one entry per microbatch"),
+    *(
+        ([(1, 2), entry], rf"\(inputs, labels, side\), .* entry 1 = {what}\. .*set_batch_fn")
+        for entry, what in (
+            (np.zeros(2), "a ndarray"),
+            ({"x": 1, "y": 2}, "a dict"),
+            ((1,), "a tuple of 1"),
+            ([1, 2, 3, 4], "a list of 4"),
+            (None, "a NoneType"),
+        )
+    ),
+    (
+        [(1, 2), (1, 2, {"a": 3})],
+        r"got 2 in entry 0 and 3 in entry 1\. Yield the side inputs always or never",
+    ),
+    (
+        [_entry(0), _entry(1), _entry(2, length=4)],
+        r"inputs\['ids'\] must have the same shape .* shape=\(2, 4\) in entry 2 and "
+        r"shape=\(2, 3\) in entry 0\. Pad",
+    ),
+    (
+        [(1, np.int32(2)), (1, 2.0)],
+        "labels must have the same dtype .*=float64 in entry 1 and dtype=int32 .*convert it",
+    ),
+    *(
         (
-            np.array([1, None]),
-            r" = array\(\[1, None\], dtype=object\), of dtype object\. Encode it",
-        ),
-        (np.array([[None] * 99] * 9), r" = array\(.*\.\.\., of dtype object\. Encode it"),
-        (np.array(["2020"], "M8[D]"), r" = .*of dtype datetime64\[D\]\. Encode it"),
-        (np.zeros(2, [("a", "f4")]), r" = .*of dtype \[\('a', '<f4'\)\]\. Encode it"),
-        (np.zeros(2, "V8"), r" = .*of dtype \|V8\. Encode it"),
-        (np.zeros(2, np.longdouble), r" = an array of float128\. Convert it to float32"),
+            [(first, 0), (second, 0)],
+            rf"inputs must have the same structure .* got {problem}\. Give it the structure",
+        )
+        for first, second, problem in (
+            ({"a": 1, "b": 2}, {"a": 1}, r"no inputs\['b'\] in entry 1"),
+            ({"a": 1}, {"a": 1, "b": 2}, r"an additional inputs\['b'\] in entry 1"),
+            ((1, None), (1, 2), r"an additional inputs\[1\] in entry 1"),
+            (1, {"a": 1}, r"inputs\['a'\] in place of inputs in entry 1"),
+            ([1, 2], (1, 2), r"PyTreeDef\(\(\*, \*\)\) in entry 1 and .*\(\[\*, \*\]\) in entry 0"),
+        )
+    ),
+    *(
         (
-            np.ma.masked_array(np.zeros((2, 3)), True),
-            r" = a masked array of float64\[2, 3\]\. Fill it, and pass its mask",
-        ),
-        (jax.random.key(0), r" = PRNG keys, key<fry>\[\]\. Pass jax\.random\.key_data\(keys\)"),
-        (jax.random.split(jax.random.key(0), 2), r" = PRNG keys, key<fry>\[2\]\. Pass jax\.random"),
+            [(1, 2, {"name": 0}), (1, 2, {"name": leaf})],
+            rf"array of numbers, but got side\['name'\] in entry 1 = {words}",
+        )
+        for leaf, words in (
+            ("text", r"'text', of dtype <U4\. Encode it as numbers"),
+            (b"bytes", r"b'bytes', of dtype .*\. Encode it as numbers"),
+            (object(), r"<object .*of dtype object\. Encode it"),
+            ({1, 2}, r"\{1, 2\}, of dtype object\. Encode it"),
+            (10**30, r"10+, of dtype object\. Encode it"),
+            (np.array([1, None]), r"array\(\[1, None\], dtype=object\), of dtype object\. Encode"),
+            (np.array([[None] * 99] * 9), r"array\(.*\.\.\., of dtype object\. Encode it"),
+            (np.array(["2020"], "M8[D]"), r".*of dtype datetime64\[D\]\. Encode it"),
+            (np.zeros(2, [("a", "f4")]), r".*of dtype \[\('a', '<f4'\)\]\. Encode it"),
+            (np.zeros(2, "V8"), r".*of dtype \|V8\. Encode it"),
+            (np.zeros(2, np.longdouble), r"an array of float128\. Convert it to float32"),
+            (
+                np.ma.masked_array(np.zeros((2, 3)), True),
+                r"a masked array of float64\[2, 3\]\. Fill it, and pass its mask",
+            ),
+            (jax.random.key(0), r"PRNG keys, key<fry>\[\]\. Pass jax\.random\.key_data\(keys\)"),
+            (jax.random.split(jax.random.key(0)), r"PRNG keys, key<fry>\[2\]\. Pass jax\.random"),
+            (_deleted(), r"an array .* deleted or donated, float32\[2, 3\]\. Keep a copy"),
+            (jax.ShapeDtypeStruct((2,), "f4"), r"the shape float32\[2\] without values\. Give an"),
+            (_traced(), r"float32\[2\] inside jax\.jit or .* use jaxpipe\.make_pipeline, whose"),
+            (_Unreadable(), r"a _U.* numpy cannot read \(RuntimeError: requires grad\)\. Convert"),
+        )
+    ),
+    *(
         (
-            _deleted(),
-            r" = an array that has been deleted or donated, float32\[2, 3\]\. Keep a copy",
-        ),
+            [(1, leaf)],
+            rf"labels in entry 0 with values {values}\. Use smaller numbers, or jax\.config",
+        )
+        for leaf, values in (
+            (np.array([1, 10**12]), "from 1 to 1000000000000"),
+            (-(10**10), "from -10000000000 to -10000000000"),
+            (np.array([2**32], np.uint64), "from 4294967296 to 4294967296"),
+        )
+    ),
+    *(
         (
-            jax.ShapeDtypeStruct((2,), np.float32),
-            r" = the shape float32\[2\] without values\. Give an array",
-        ),
-        (
-            _traced(),
-            r" = float32\[2\] inside jax\.jit or .* use jaxpipe\.make_pipeline, whose step",
-        ),
-        (
-            _Unreadable(),
-            r" = a _Unreadable that numpy cannot read \(RuntimeError: requires grad\)\. Convert it",
-        ),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_leaves_that_are_no_numbers(leaf: Any, match: str) -> None:
-    with pytest.raises(
-        DataError, match=r"array of numbers, but got side\['name'\] in entry 1" + match
-    ):
-        stack_microbatches([(1, 2, {"name": 0}), (1, 2, {"name": leaf})])
+            [(1, 2, {}), (1, 2, side)],
+            rf"must be a dictionary, .*got side = {what} in entry 1\. Yield \(inputs, l",
+        )
+        for side, what in (
+            (np.zeros((2, 3)), "a ndarray"),
+            ([np.zeros(2)], "a list"),
+            ((1, 2), "a tuple"),
+            (0, "a int"),
+            ({0: 1}, r"the keys \[0\]"),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("leaf", "values"),
-    [
-        (np.array([1, 10**12]), "from 1 to 1000000000000"),
-        (-(10**10), "from -10000000000 to -10000000000"),
-        (np.array([2**32], np.uint64), "from 4294967296 to 4294967296"),
-    ],
-)
-def test_integers_that_a_device_would_cut_off(leaf: Any, values: str) -> None:
-    with pytest.raises(
-        DataError,
-        match=rf"labels in entry 0 with values {values}\. Use smaller numbers, or jax\.config",
-    ):
-        stack_microbatches([(1, leaf)])
+def test_refused() -> None:
+    table = [(words, partial(stack_microbatches, entries)) for entries, words in ENTRIES]
+    check_refused(DataError, table)
+
+
+def test_the_largest_integer_of_a_device_is_taken() -> None:
     assert stack_microbatches([(1, np.array([2**31 - 1]))])[1].dtype == np.int64
-
-
-@pytest.mark.parametrize(
-    ("side", "what"),
-    [
-        (np.zeros((2, 3)), "a ndarray"),
-        ([np.zeros(2)], "a list"),
-        ((1, 2), "a tuple"),
-        (0, "a int"),
-        ({0: 1}, r"the keys \[0\]"),
-    ],
-)
-def test_side_inputs_that_are_no_dictionary(side: Any, what: str) -> None:
-    with pytest.raises(
-        DataError,
-        match=rf"must be a dictionary, .*got side = {what} in entry 1\. Yield \(inputs, l",
-    ):
-        stack_microbatches([(1, 2, {}), (1, 2, side)])
 
 
 def test_an_array_that_is_filled_anew_for_each_microbatch() -> None:
@@ -240,9 +189,8 @@ class _Tensor:
         return np.arange(3, dtype=np.float16)
 
 
-@pytest.mark.parametrize(
-    ("leaf", "wanted"),
-    [
+def test_leaves_that_are_taken() -> None:
+    for leaf, wanted in [
         (np.float32(2), np.float32(2)),
         (True, np.bool_(True)),
         (np.arange(3, dtype=">i4"), np.arange(3, dtype=np.int32)),
@@ -254,11 +202,8 @@ class _Tensor:
         (np.ones(2, jnp.float8_e4m3fn), np.ones(2, jnp.float8_e4m3fn)),
         (np.zeros((0, 3), np.int64), np.zeros((0, 3), np.int64)),
         (_Tensor(), np.arange(3, dtype=np.float16)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_leaves_that_are_taken(leaf: Any, wanted: np.ndarray) -> None:
-    [stacked] = jax.tree.leaves(stack_microbatches([({"x": leaf}, None)] * 2)[0])
-    np.testing.assert_array_equal(stacked, np.stack([wanted] * 2))
-    assert stacked.dtype == wanted.dtype
-    assert jnp.asarray(stacked).shape == (2, *wanted.shape)
+    ]:
+        [stacked] = jax.tree.leaves(stack_microbatches([({"x": leaf}, None)] * 2)[0])
+        np.testing.assert_array_equal(stacked, np.stack([wanted] * 2))
+        assert stacked.dtype == wanted.dtype, leaf
+        assert jnp.asarray(stacked).shape == (2, *wanted.shape), leaf

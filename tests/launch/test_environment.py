@@ -4,12 +4,14 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 from _launching import ROOT
+from _refused import check_refused
 
 import jaxpipe
 from jaxpipe.distributed._devices import count_gpus
@@ -33,99 +35,45 @@ SLURM = {
 }
 
 
-@pytest.mark.parametrize(
-    ("environ", "source", "address", "count", "index", "local"),
-    [
-        (JAX, "the variables JAX_*", "10.0.0.1:1234", 4, 3, None),
-        (
-            {**JAX, "JAX_LOCAL_DEVICE_IDS": "2,3"},
-            "the variables JAX_*",
-            "10.0.0.1:1234",
-            4,
-            3,
-            (2, 3),
-        ),
-        (TORCH, "torchrun's MASTER_ADDR, WORLD_SIZE and RANK", "node0:4321", 8, 5, None),
-        (
-            {**TORCH, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-            "torchrun's MASTER_ADDR, WORLD_SIZE and RANK",
-            "node0:4321",
-            8,
-            5,
-            (1,),
-        ),
-        (SKYPILOT, "SkyPilot's SKYPILOT_NODE_IPS", "10.0.0.7:29500", 2, 1, None),
-        (
-            {**JAX, "JAX_COORDINATOR_ADDRESS": "[::1]:7"},
-            "the variables JAX_*",
-            "[::1]:7",
-            4,
-            3,
-            None,
-        ),
-        (
-            {**TORCH, "MASTER_ADDR": "fd00::1"},
-            "torchrun's MASTER_ADDR, WORLD_SIZE and RANK",
-            "[fd00::1]:4321",
-            8,
-            5,
-            None,
-        ),
-        (
-            {**TORCH, "MASTER_ADDR": "[::1]"},
-            "torchrun's MASTER_ADDR, WORLD_SIZE and RANK",
-            "[::1]:4321",
-            8,
-            5,
-            None,
-        ),
-        (
-            {**SKYPILOT, "SKYPILOT_NODE_IPS": "fe80::1%eth0\nfe80::2"},
-            "SkyPilot's SKYPILOT_NODE_IPS",
-            "[fe80::1%eth0]:29500",
-            2,
-            1,
-            None,
-        ),
-        ({**TORCH, **JAX, **SLURM}, "the variables JAX_*", "10.0.0.1:1234", 4, 3, None),
-        (SLURM, "Slurm", None, None, None, None),
-        (
-            {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2"},
-            "Open MPI",
-            None,
-            None,
-            None,
-            None,
-        ),
-        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "mpi4py", None, None, None, None),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpi4py", None, None, None, None),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "Cloud TPU", None, None, None, None),
-        ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, "Cloud TPU", None, None, None, None),
-        (
-            {"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_COORDINATOR_ADDRESS": "c"},
-            "Cloud TPU",
-            None,
-            None,
-            None,
-            None,
-        ),
-        (
-            {"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"},
-            "Kubernetes",
-            None,
-            None,
-            None,
-            None,
-        ),
-    ],
-)
-def test_sources_in_their_order(
-    environ: dict[str, str], source: str, address: Any, count: Any, index: Any, local: Any
-) -> None:
-    job = find_job(environ)
-    assert job is not None
-    assert (job.source, job.coordinator_address, job.num_processes) == (source, address, count)
-    assert (job.process_id, job.local_device_ids, job.is_alone) == (index, local, False)
+OURS, TORCHRUN = "the variables JAX_*", "torchrun's MASTER_ADDR, WORLD_SIZE and RANK"
+IPS = "SkyPilot's SKYPILOT_NODE_IPS"
+ADDRESSES: list[tuple[dict[str, str], str, tuple[Any, ...]]] = [
+    (JAX, OURS, ("10.0.0.1:1234", 4, 3, None)),
+    ({**JAX, "JAX_LOCAL_DEVICE_IDS": "2,3"}, OURS, ("10.0.0.1:1234", 4, 3, (2, 3))),
+    (TORCH, TORCHRUN, ("node0:4321", 8, 5, None)),
+    (
+        {**TORCH, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+        *(TORCHRUN, ("node0:4321", 8, 5, (1,))),
+    ),
+    (SKYPILOT, IPS, ("10.0.0.7:29500", 2, 1, None)),
+    ({**JAX, "JAX_COORDINATOR_ADDRESS": "[::1]:7"}, OURS, ("[::1]:7", 4, 3, None)),
+    ({**TORCH, "MASTER_ADDR": "fd00::1"}, TORCHRUN, ("[fd00::1]:4321", 8, 5, None)),
+    ({**TORCH, "MASTER_ADDR": "[::1]"}, TORCHRUN, ("[::1]:4321", 8, 5, None)),
+    (
+        {**SKYPILOT, "SKYPILOT_NODE_IPS": "fe80::1%eth0\nfe80::2"},
+        *(IPS, ("[fe80::1%eth0]:29500", 2, 1, None)),
+    ),
+    ({**TORCH, **JAX, **SLURM}, OURS, ("10.0.0.1:1234", 4, 3, None)),
+]
+NAMED: list[tuple[dict[str, str], str]] = [
+    (SLURM, "Slurm"),
+    ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+    ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "mpi4py"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpi4py"),
+    ({"TPU_WORKER_HOSTNAMES": "a,b"}, "Cloud TPU"),
+    ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, "Cloud TPU"),
+    ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_COORDINATOR_ADDRESS": "c"}, "Cloud TPU"),
+    ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"}, "Kubernetes"),
+]
+
+
+def test_sources_in_their_order() -> None:
+    for environ, source, place in [*ADDRESSES, *((*named, (None,) * 4) for named in NAMED)]:
+        job = find_job(environ)
+        assert job is not None, environ
+        assert (job.source, job.is_alone) == (source, False), environ
+        found = job.coordinator_address, job.num_processes, job.process_id, job.local_device_ids
+        assert found == place, environ
 
 
 @pytest.mark.parametrize(
@@ -150,108 +98,76 @@ def test_alone(environ: dict[str, str]) -> None:
     assert job.is_alone
 
 
-@pytest.mark.parametrize(
-    ("environ", "match"),
-    [
-        (
-            {"JAX_NUM_PROCESSES": "4"},
-            "JAX_NUM_PROCESSES=4 without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID. Set what",
-        ),
-        (
-            {"RANK": "1", "MASTER_ADDR": "a"},
-            "MASTER_ADDR=a, RANK=1 without WORLD_SIZE. Set what is missing, or remove",
-        ),
-        (
-            {"SKYPILOT_NUM_NODES": "2"},
-            "without SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK. Set what is missing",
-        ),
-        (
-            {**JAX, "JAX_PROCESS_ID": "4"},
-            r"JAX_PROCESS_ID must be in \[0, JAX_NUM_PROCESSES=4\), but got .*=4. Proc",
-        ),
-        (
-            {**JAX, "JAX_PROCESS_ID": "x"},
-            "JAX_PROCESS_ID must be a number, but got JAX_PROCESS_ID='x'. Set it",
-        ),
-        (
-            {**JAX, "JAX_COORDINATOR_ADDRESS": "host"},
-            "must be host:port, but got 'host'. Write for instance",
-        ),
-        ({**JAX, "JAX_COORDINATOR_ADDRESS": "::1:29500"}, r"'::1:29500'.*\[fd00::1\]:29500 with"),
-        ({**TORCH, "MASTER_ADDR": "node0:1"}, "must be host:port, but got 'node0:1:4321'. Write"),
-        (
-            {**TORCH, "MASTER_PORT": "99999"},
-            "must be host:port, but got 'node0:99999'. Write for instance",
-        ),
-        (
-            {**JAX, "JAX_NUM_PROCESSES": LONG},
-            r"JAX_NUM_PROCESSES='9+'\.\.\. \(5000 characters\)\. Set it to one",
-        ),
-        (
-            {**JAX, "JAX_PROCESS_ID": LONG},
-            r"JAX_PROCESS_ID must be a number, but got .*\(5000 characters\)\. Set it",
-        ),
-        (
-            {**JAX, "JAX_LOCAL_DEVICE_IDS": LONG},
-            r"JAX_LOCAL_DEVICE_IDS must be a number.*\(5000 characters\)\. Set",
-        ),
-        (
-            {**JAX, "JAX_COORDINATOR_ADDRESS": f"a:{LONG}"},
-            r"must be host:port, but got 'a:9+'\.\.\. \(5002 char",
-        ),
-        (
-            {**TORCH, "MASTER_PORT": LONG},
-            r"MASTER_PORT must be a number.*\(5000 characters\)\. Set",
-        ),
-        (
-            {**SLURM, "SLURM_NTASKS": LONG},
-            r"SLURM_NTASKS must be a number.*\(5000 characters\)\. Set",
-        ),
-        (
-            {**JAX, "JAX_LOCAL_DEVICE_IDS": "a"},
-            "JAX_LOCAL_DEVICE_IDS must be a number, but got .*='a'. Set it",
-        ),
-    ],
-)
-def test_half_set_environments(environ: dict[str, str], match: str) -> None:
-    with pytest.raises(LaunchError, match=match):
-        find_job(environ)
+def long(name: str) -> str:
+    return rf"{name} must be a number.*\(5000 characters\)\. Set it"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (
-            {"num_processes": 2},
-            "got num_processes=2 without coordinator_address, process_id. Give all three",
-        ),
-        ({"rank": 1, "world_size": 2}, "without coordinator_address. Give all three"),
-        (
-            {"rank": 1, "process_id": 0},
-            "process_id and rank must say the same, but got process_id=0 and rank=1. Give",
-        ),
-        (
-            {"init_method": "file:///x"},
-            "must be 'env://' or 'tcp://host:port' .* got init_method='file:///x'.* Give",
-        ),
-        ({"init_method": "tcp://h"}, "must be host:port, but got 'h'. Write"),
-        (
-            {"init_method": "tcp://h:1", "rank": 2, "world_size": 2},
-            r"must be in \[0, num_processes=2\).*process_id=2",
-        ),
-        (
-            {"init_method": "tcp://h:1", "rank": 1, "world_size": 2, "dist_backend": "x"},
-            "one of nccl.*'x'. Leave",
-        ),
-        (
-            {"init_method": "tcp://h:1", "rank": 1, "world_size": 2, "timeout": 0},
-            "above 0 seconds.*=0. Leave it out",
-        ),
-    ],
-)
-def test_arguments_that_contradict_each_other(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(LaunchError, match=match):
-        jaxpipe.init_distributed(**arguments)
+ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
+    (
+        {"JAX_NUM_PROCESSES": "4"},
+        r"JAX_NUM_PROCESSES=4 without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID\. Set what",
+    ),
+    (
+        {"RANK": "1", "MASTER_ADDR": "a"},
+        r"MASTER_ADDR=a, RANK=1 without WORLD_SIZE\. Set what is missing, or remove",
+    ),
+    (
+        {"SKYPILOT_NUM_NODES": "2"},
+        r"without SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK\. Set what is missing",
+    ),
+    *(
+        ({**JAX, f"JAX_{name}": value}, words)
+        for name, value, words in (
+            ("PROCESS_ID", "4", r"JAX_PROCESS_ID .*\[0, JAX_NUM_PROCESSES=4\), .*=4\. Proc"),
+            ("PROCESS_ID", "x", r"a number, but got JAX_PROCESS_ID='x'\. Set it"),
+            ("LOCAL_DEVICE_IDS", "a", r"JAX_LOCAL_DEVICE_IDS must be a number, .*='a'\. Set it"),
+            ("COORDINATOR_ADDRESS", "host", r"host:port, but got 'host'\. Write for instance"),
+            ("COORDINATOR_ADDRESS", "::1:29500", r"'::1:29500'.*\[fd00::1\]:29500 with"),
+            ("COORDINATOR_ADDRESS", f"a:{LONG}", r"host:port, .* 'a:9+'\.\.\. \(5002 char"),
+            (
+                "NUM_PROCESSES",
+                LONG,
+                r"JAX_NUM_PROCESSES='9+'\.\.\. \(5000 char.*\)\. Set it to one",
+            ),
+            ("PROCESS_ID", LONG, long("JAX_PROCESS_ID")),
+            ("LOCAL_DEVICE_IDS", LONG, long("JAX_LOCAL_DEVICE_IDS")),
+        )
+    ),
+    ({**TORCH, "MASTER_ADDR": "node0:1"}, r"must be host:port, but got 'node0:1:4321'\. Write"),
+    ({**TORCH, "MASTER_PORT": "99999"}, r"must be host:port, but got 'node0:99999'\. Write for"),
+    ({**TORCH, "MASTER_PORT": LONG}, long("MASTER_PORT")),
+    ({**SLURM, "SLURM_NTASKS": LONG}, long("SLURM_NTASKS")),
+]
+SECOND = {"init_method": "tcp://h:1", "rank": 1, "world_size": 2}
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"num_processes": 2},
+        r"got num_processes=2 without coordinator_address, process_id\. Give all three",
+    ),
+    ({"rank": 1, "world_size": 2}, r"without coordinator_address\. Give all three"),
+    (
+        {"rank": 1, "process_id": 0},
+        r"process_id and rank must say the same, but got process_id=0 and rank=1\. Give",
+    ),
+    (
+        {"init_method": "file:///x"},
+        "must be 'env://' or 'tcp://host:port' .* got init_method='file:///x'.* Give",
+    ),
+    ({"init_method": "tcp://h"}, r"must be host:port, but got 'h'\. Write"),
+    ({**SECOND, "rank": 2}, r"must be in \[0, num_processes=2\).*process_id=2"),
+    ({**SECOND, "dist_backend": "x"}, r"one of nccl.*'x'\. Leave"),
+    ({**SECOND, "timeout": 0}, r"above 0 seconds.*=0\. Leave it out"),
+]
+
+
+def test_refused() -> None:
+    check_refused(
+        LaunchError,
+        [
+            *((words, partial(find_job, environ)) for environ, words in ENVIRONMENTS),
+            *((words, partial(jaxpipe.init_distributed, **given)) for given, words in ARGUMENTS),
+        ],
+    )
 
 
 @pytest.mark.parametrize(

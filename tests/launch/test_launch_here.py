@@ -163,86 +163,59 @@ def test_a_given_port(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert _shown(capfd)["[0]"]["JAX_COORDINATOR_ADDRESS"] == f"127.0.0.1:{port}"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ("train.py",),
-            "must be told where to start processes, but got neither --nproc nor --hostfile. Write "
-            "--nproc 2",
-        ),
-        (("--nproc", 1, "gone.py"), "the script must be a file, but got 'gone.py' in "),
-        (("--nproc", 1, "gone.py"), "or write --module gone.py or --no-python gone.py"),
-        (
-            ("--nproc", 1, "--no-python", "gone"),
-            "process 0 must run a program that is there, but got 'gone', which is none. Install",
-        ),
-        (
-            ("--nproc", 1, "--include", "a", "x.py"),
-            "--include must not be given with --nproc, but got --include a. It",
-        ),
-        (
-            ("--nproc", 1, "--num_gpus", 2, "x.py"),
-            "--num_gpus must not be given with --nproc, but got --num_gpus 2",
-        ),
-        (
-            ("-H", "f", "--nproc", 1, "x.py"),
-            "--nproc must not be given with --hostfile, but got --nproc 1.",
-        ),
-        (
-            ("--nproc", 1, "--export", "1A=2", "x.py"),
-            "--export must be NAME or NAME=VALUE, but got --export '1A=2'.",
-        ),
-        (
-            ("--nproc", 1, "--export", "NOT_SET", "x.py"),
-            "Set it, or write --export NOT_SET=VALUE.",
-        ),
-        (
-            ("--nproc", 1, "--cpu-devices", 2, "--devices-per-process", 3, "x.py"),
-            "but got --cpu-devices 2 and --devices-per-process 3. Leave one of them out.",
-        ),
-    ],
-    ids=lambda value: None if isinstance(value, tuple) else value[:24],
-)
+WRONG: list[tuple[str, str]] = [
+    ("train.py", "must be told .*, but got neither --nproc nor --hostfile. Write --nproc 2"),
+    (
+        "--nproc 1 gone.py",
+        "the script must be a file, but got 'gone.py' in .*or write --module gone.py or "
+        "--no-python gone.py",
+    ),
+    (
+        "--nproc 1 --no-python gone",
+        "process 0 must run a program that is there, but got 'gone', which is none. Install",
+    ),
+    ("--nproc 1 --include a x.py", "--include .* with --nproc, but got --include a. It"),
+    ("--nproc 1 --num_gpus 2 x.py", "--num_gpus .* with --nproc, but got --num_gpus 2"),
+    ("-H f --nproc 1 x.py", r"--nproc must .* with --hostfile, but got --nproc 1\."),
+    ("--nproc 1 --export 1A=2 x.py", r"--export .* NAME=VALUE, but got --export '1A=2'\."),
+    ("--nproc 1 --export NOT_SET x.py", r"Set it, or write --export NOT_SET=VALUE\."),
+    (
+        "--nproc 1 --cpu-devices 2 --devices-per-process 3 x.py",
+        r"but got --cpu-devices 2 and --devices-per-process 3\. Leave one of them out\.",
+    ),
+]
+
+
 def test_wrong_use(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[object, ...],
-    message: str,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch()
-    assert launch(*words) == 2
-    assert message in capfd.readouterr().err
+    for words, message in WRONG:
+        assert launch(*words.split()) == 2, words
+        assert re.search(message, text := capfd.readouterr().err, re.DOTALL), text
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        (
-            "--nproc",
-            "0",
-            "must be a whole number in [1, 65536], but got '0'. Write for instance 2.",
-        ),
-        ("--max-restarts", "-1", "must be a whole number of at least 0, but got '-1'."),
-        ("--nproc", "9" * 5000, "must be a whole number in [1, 65536], but got '9999"),
-        ("--nproc", "65537", "must be a whole number in [1, 65536], but got '65537'."),
-        ("--max-restarts", "9" * 5000, "... (5000 characters). Write for instance 2."),
-        ("--grace", "9" * 5000, "... (5000 characters). Write for instance 30."),
-        ("--port", "65536", "must be a port in [1, 65535], but got '65536'."),
-        ("--grace", "nan", "must be seconds, at least 0, but got 'nan'. Write for instance 30."),
-        ("--stall-timeout", "soon", "must be seconds, at least 0, but got 'soon'."),
-    ],
-)
-def test_wrong_numbers(
-    option: str, value: str, message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        launch("--nproc", "1", f"{option}={value}", "x.py")
-    assert caught.value.code == 2
-    assert f"{option}" in (err := capfd.readouterr().err)
-    assert message in err
+NUMBERS: list[tuple[str, str, str]] = [
+    ("--nproc", "0", "a whole number in [1, 65536], but got '0'. Write for instance 2."),
+    ("--max-restarts", "-1", "must be a whole number of at least 0, but got '-1'."),
+    ("--nproc", "9" * 5000, "must be a whole number in [1, 65536], but got '9999"),
+    ("--nproc", "65537", "must be a whole number in [1, 65536], but got '65537'."),
+    ("--max-restarts", "9" * 5000, "... (5000 characters). Write for instance 2."),
+    ("--grace", "9" * 5000, "... (5000 characters). Write for instance 30."),
+    ("--port", "65536", "must be a port in [1, 65535], but got '65536'."),
+    ("--grace", "nan", "must be seconds, at least 0, but got 'nan'. Write for instance 30."),
+    ("--stall-timeout", "soon", "must be seconds, at least 0, but got 'soon'."),
+]
+
+
+def test_wrong_numbers(capfd: pytest.CaptureFixture[str]) -> None:
+    for option, value, message in NUMBERS:
+        with pytest.raises(SystemExit) as caught:
+            launch("--nproc", "1", f"{option}={value}", "x.py")
+        assert caught.value.code == 2
+        assert option in (text := capfd.readouterr().err)
+        assert message in text
 
 
 def test_the_program_jaxpipe(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,7 @@
+from functools import partial
+
 import pytest
+from _refused import check_refused
 
 from jaxpipe.errors import LaunchError
 from jaxpipe.launch._layout import Layout, Node, read_slots
@@ -24,27 +27,11 @@ def test_processes_share_the_slots() -> None:
     assert layout.devices(1) == {2: (0, 1), 3: (2, 3)}
 
 
-def test_slots_that_cannot_be_dealt() -> None:
-    with pytest.raises(
-        LaunchError,
-        match=r"must divide the slots of every node, but got 3 and a has slots=2\. Use 2",
-    ):
-        Layout(UNEVEN, 3)
-
-
 @pytest.mark.parametrize("per_node", [None, 1, 2])
 def test_text_and_back(per_node: int | None) -> None:
     layout = Layout(UNEVEN, per_node)
     assert str(layout) == "a:1,3@b:0,1,2,3"
     assert Layout(read_slots(str(layout), "--layout"), per_node) == layout
-
-
-def test_a_layout_without_slots() -> None:
-    with pytest.raises(
-        LaunchError,
-        match=r"--layout 'a:0@b', in which 'b' comes without slots\. Write for instance",
-    ):
-        read_slots("a:0@b", "--layout")
 
 
 def test_nodes_by_number_and_name() -> None:
@@ -53,10 +40,22 @@ def test_nodes_by_number_and_name() -> None:
     assert Layout((Node("7", (0,)), Node("3", (0,)))).rank_of("3", "--node-rank") == 1
 
 
-@pytest.mark.parametrize("text", ["2", "-1", "c", "", "²"])
-def test_unknown_nodes(text: str) -> None:
-    with pytest.raises(
-        LaunchError,
-        match=rf"RANK must be a number in \[0, 2\) or the name.*{text!r}\. The nodes are a, b",
-    ):
-        Layout(UNEVEN).rank_of(text, "RANK")
+def test_refused() -> None:
+    table = [
+        (
+            r"must divide the slots of every node, but got 3 and a has slots=2\. Use 2",
+            partial(Layout, UNEVEN, 3),
+        ),
+        (
+            r"--layout 'a:0@b', in which 'b' comes without slots\. Write for instance",
+            partial(read_slots, "a:0@b", "--layout"),
+        ),
+        *(
+            (
+                rf"RANK must be a number in \[0, 2\) or the name.*{text!r}\. The nodes are a, b",
+                partial(Layout(UNEVEN).rank_of, text, "RANK"),
+            )
+            for text in ("2", "-1", "c", "", "²")
+        ),
+    ]
+    check_refused(LaunchError, table)

@@ -204,15 +204,6 @@ def test_a_run_calls_each_layer_once() -> None:
     assert calls == [(2, 3), (3, 3), (2, 3)]
 
 
-def test_inputs_that_do_not_fit_name_the_layer() -> None:
-    model = PipelineModule([jnp.tanh, nn.Dense(3)], num_stages=1)
-    params = model.init(KEY, np.ones((2, 3), np.float32))
-    with pytest.raises(
-        LayerError, match=r"(?s)layer 0_tanh must accept the model's inputs.*a: float32\[2, 3\]"
-    ):
-        model.apply(params, {"a": np.ones((2, 3), np.float32)})
-
-
 def test_missing_parameters_are_named() -> None:
     model = PipelineModule(
         [nn.Dense(3), nn.Dense(3), TiedLayerSpec("k", nn.LayerNorm)], num_stages=1

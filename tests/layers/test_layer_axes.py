@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _covering import soak_after
+from _refused import check_refused
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -282,93 +283,85 @@ def _bare(x: jax.Array) -> jax.Array:
     return jax.lax.psum(x, "model")
 
 
-def test_bare_collectives_over_an_automatic_axis() -> None:
-    match = (
-        r"layer 0__bare must use no collectives over the axis 'model'.* but got: Found an unbound "
-        r"axis name: model. Say .* or open jax.shard_map\(..., axis_names=\{'model'\}\) around"
-    )
-    for call in (lambda m: m.trace(X), lambda m: m.init(KEY, X), lambda m: m.apply({}, X)):
-        with pytest.raises(LayerError, match=match):
-            call(_module(_bare))
-    with pytest.raises(
-        LayerError,
-        match=r"loss_fn must use no collectives over the axis 'model'.* or open jax.shard_",
-    ):
-        _module(_Block()).replace(loss_fn=lambda y, _: _bare(y.sum())).loss(X, X)
-
-
-@pytest.mark.parametrize("topology", [TOPOLOGY, None])
-def test_collectives_over_an_axis_that_is_nowhere(topology: Any) -> None:
-    match = (
-        r"must use collectives over the axis 'data', .*, but got: .*unbound axis name: \w+. Name "
-        r".* open jax"
-    )
-    settings = {"num_stages": 1} if topology is None else {"topology": topology}
-    model = PipelineModule([lambda x: jax.lax.psum(x, "other")], **settings)
-    with pytest.raises(LayerError, match=match):
-        model.trace(X)
-    with pytest.raises(LayerError, match=match):
-        PipelineModule([LayerSpec(_AsksForTheAxis)], **settings)
-
-
-@pytest.mark.parametrize(
-    ("spec", "topology", "match"),
-    [
-        (
-            P("data"),
-            TOPOLOGY,
-            r"has 'model', .* but got: .*Leave out 'stage' and 'data', and",
-        ),
-        (
-            P("expert"),
-            TOPOLOGY,
-            r"has 'model', .* but got: Resource axis: expert .* a topology with every other",
-        ),
-        (
-            P("model"),
-            None,
-            r"has none, .* but got: .* every other axis, such as PipeModelDataParallelTop",
-        ),
-    ],
-)
-def test_constraints_over_axes_that_are_not_automatic(
-    spec: PartitionSpec, topology: Any, match: str
-) -> None:
-    settings = {"num_stages": 1} if topology is None else {"topology": topology}
-    model = PipelineModule([lambda x: jax.lax.with_sharding_constraint(x, spec)], **settings)
-    with pytest.raises(
-        LayerError, match=rf"layer 0_lambda must name in its sharding constraints .*{match}"
-    ):
-        model.trace(X)
-
-
 WHOLE = AbstractMesh((2, 2, 2), ("stage", "data", "model"), axis_types=(AxisType.Auto,) * 3)
-
-
-@pytest.mark.parametrize(
-    ("layer", "match"),
-    [
-        (
-            lambda x: (
-                jax.lax.with_sharding_constraint(x, NamedSharding(WHOLE, P("data", "model"))) + 1
-            ),
-            r"sharding constraints automatic axes of the mesh, of which it has 'model', .* over "
-            r"'data'\. Leave out",
-        ),
-        (
-            jax.shard_map(jnp.sin, mesh=WHOLE, in_specs=P("data"), out_specs=P("data")),
-            r"open jax.shard_map on the mesh around it, .* Leave mesh= out .* "
-            r"axis_names={'model'}\)\.",
-        ),
-    ],
-)
-def test_a_mesh_of_its_own_in_a_layer(layer: Any, match: str) -> None:
-    with pytest.raises(LayerError, match=f"layer 0_.* must .*{match}"):
-        PipelineModule([layer], topology=TOPOLOGY).trace(X, mesh=WHOLE)
+STAGES = {"num_stages": 1, "topology": None}
 
 
 def _constrain(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(axis))
+
+
+def _traced(layer: Any, mesh: Any = None, **settings: Any) -> Any:
+    return functools.partial(_module(layer, sharding_rules=None, **settings).trace, X, mesh=mesh)
+
+
+REFUSED = [
+    *(
+        (
+            r"layer 0__bare must use no collectives over the axis 'model'.* but got: Found an "
+            r"unbound axis name: model\. Say .* or open jax\.shard_map\(\.\.\., "
+            r"axis_names=\{'model'\}\) around",
+            call,
+        )
+        for call in (
+            lambda: _module(_bare).trace(X),
+            lambda: _module(_bare).init(KEY, X),
+            lambda: _module(_bare).apply({}, X),
+        )
+    ),
+    (
+        "loss_fn must use no collectives over the axis 'model'.* or open jax.shard_",
+        lambda: _module(_Block()).replace(loss_fn=lambda y, _: _bare(y.sum())).loss(X, X),
+    ),
+    *(
+        (
+            r"must use collectives over the axis 'data', .*, but got: .*unbound axis name: \w+\. "
+            "Name .* open jax",
+            call,
+        )
+        for settings in ({}, STAGES)
+        for call in (
+            _traced(lambda x: jax.lax.psum(x, "other"), **settings),
+            functools.partial(_module, LayerSpec(_AsksForTheAxis), **settings),
+        )
+    ),
+    *(
+        (
+            rf"layer 0_lambda must name in its sharding constraints .*{words}",
+            _traced(lambda x, axis=axis: _constrain(x, axis), **settings),
+        )
+        for axis, settings, words in (
+            ("data", {}, r"has 'model', .* but got: .*Leave out 'stage' and 'data', and"),
+            (
+                *("expert", {}),
+                "has 'model', .* but got: Resource axis: expert .* a topology with every other",
+            ),
+            (
+                *("model", STAGES),
+                "has none, .* but got: .* every other axis, such as PipeModelDataParallelTop",
+            ),
+        )
+    ),
+    (
+        r"layer 0_.* must .*sharding constraints automatic axes of the mesh, of which it has "
+        r"'model', .* over 'data'\. Leave out",
+        _traced(
+            lambda x: (
+                jax.lax.with_sharding_constraint(x, NamedSharding(WHOLE, P("data", "model"))) + 1
+            ),
+            WHOLE,
+        ),
+    ),
+    (
+        r"layer 0_.* must .*open jax\.shard_map on the mesh around it, .* Leave mesh= out .* "
+        r"axis_names={'model'}\)\.",
+        _traced(jax.shard_map(jnp.sin, mesh=WHOLE, in_specs=P("data"), out_specs=P("data")), WHOLE),
+    ),
+]
+
+
+def test_refused() -> None:
+    check_refused(LayerError, REFUSED)
 
 
 @pytest.mark.parametrize(

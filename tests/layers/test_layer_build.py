@@ -1,5 +1,4 @@
 import functools
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -7,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _refused import check_refused
 from flax import nnx
 
 from jaxpipe.errors import LayerError
@@ -85,41 +85,6 @@ INPUTS = np.ones((2, 3), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("layers", "got"),
-    [
-        ([DENSE, jnp.tanh, DENSE], "2_Dense.*the Dense instance of layer 0_Dense"),
-        (nn.Sequential([DENSE, DENSE]), "1_Dense.*the Dense instance of layer 0_Dense"),
-        ([nn.Dense(3)] * 4, "1_Dense.*the Dense instance of layer 0_Dense"),
-        (
-            [LayerSpec(DENSE).remat(), LayerSpec(DENSE)],
-            "1_Dense.*the Dense instance of layer 0_Dense",
-        ),
-        (
-            [LayerSpec(lambda: DENSE), LayerSpec(lambda: DENSE)],
-            "1_Dense.*the Dense instance of layer 0_Dense",
-        ),
-        ([TiedLayerSpec("k", DENSE), DENSE], "1_Dense.*the Dense instance of layer 0_Dense"),
-        ([NORM, NORM], "1_BatchNorm.*the BatchNorm instance of layer 0_BatchNorm"),
-        ([_Holding(DENSE), DENSE], "1_Dense.*the Dense instance of layer 0__Holding"),
-        (
-            [DENSE, _Holding(nn.LayerNorm(), (nn.Dense(3), DENSE))],
-            "1__Holding.*the Dense instance of layer 0_Dense",
-        ),
-        (
-            [_HoldingByDefault(), _HoldingByDefault()],
-            "1__HoldingByDefault.*the Dense instance of layer 0__Holding",
-        ),
-        (lora([DENSE, DENSE], 2, 4.0, "kernel"), "1_Dense.*the Dense instance of layer 0_Dense"),
-    ],
-)
-def test_one_instance_at_two_places_is_refused(layers: Any, got: str) -> None:
-    model = PipelineModule(layers, num_stages=1)
-    match = rf"layer {got}.* Write LayerSpec\((Dense|BatchNorm), ...\) .* or TiedLayerSpec\("
-    with pytest.raises(LayerError, match=match):
-        model.trace(INPUTS)
-
-
-@pytest.mark.parametrize(
     "layers",
     [
         [TiedLayerSpec("k", DENSE), TiedLayerSpec("k", DENSE)],
@@ -134,65 +99,30 @@ def test_what_has_no_weights_or_shares_them_anyway_may_stand_at_two_places(layer
     PipelineModule(layers, num_stages=1).trace(INPUTS)
 
 
-def test_layers_must_be_ordered() -> None:
-    with pytest.raises(LayerError, match=r"but got layers=\{1\}. Write the model as a list"):
-        PipelineModule({1}, num_stages=1)
+TWICE = [
+    (
+        rf"layer {place}.*the {kind} instance of layer {first}.* Write LayerSpec\({kind}, \.\.\.\) "
+        r".* or TiedLayerSpec\(",
+        functools.partial(PipelineModule(layers, num_stages=1).trace, INPUTS),
+    )
+    for layers, place, kind, first in (
+        ([DENSE, jnp.tanh, DENSE], "2_Dense", "Dense", "0_Dense"),
+        (nn.Sequential([DENSE, DENSE]), "1_Dense", "Dense", "0_Dense"),
+        ([nn.Dense(3)] * 4, "1_Dense", "Dense", "0_Dense"),
+        ([LayerSpec(DENSE).remat(), LayerSpec(DENSE)], "1_Dense", "Dense", "0_Dense"),
+        ([LayerSpec(lambda: DENSE), LayerSpec(lambda: DENSE)], "1_Dense", "Dense", "0_Dense"),
+        ([TiedLayerSpec("k", DENSE), DENSE], "1_Dense", "Dense", "0_Dense"),
+        ([NORM, NORM], "1_BatchNorm", "BatchNorm", "0_BatchNorm"),
+        ([_Holding(DENSE), DENSE], "1_Dense", "Dense", "0__Holding"),
+        (
+            [DENSE, _Holding(nn.LayerNorm(), (nn.Dense(3), DENSE))],
+            *("1__Holding", "Dense", "0_Dense"),
+        ),
+        ([_HoldingByDefault(), _HoldingByDefault()], "1__HoldingByDefault", "Dense", "0__Holding"),
+        (lora([DENSE, DENSE], 2, 4.0, "kernel"), "1_Dense", "Dense", "0_Dense"),
+    )
+]
 
 
-def test_an_empty_list_is_refused() -> None:
-    with pytest.raises(
-        LayerError, match=r"at least one layer, but got layers=\[\]. Give the model's layers"
-    ):
-        PipelineModule([], num_stages=1)
-
-
-@pytest.mark.parametrize("kind", [nn.Dense, nnx.Linear])
-def test_a_class_in_place_of_a_layer_is_refused(kind: type) -> None:
-    with pytest.raises(
-        LayerError, match=rf"layer 1 .* class {kind.__name__}. Write LayerSpec\({kind.__name__}"
-    ):
-        PipelineModule([jnp.tanh, kind], num_stages=1)
-
-
-def test_a_built_nnx_module_is_refused() -> None:
-    with pytest.raises(
-        LayerError, match=r"layer 0 must be given as LayerSpec\(Linear, ...\), but got a built NNX"
-    ):
-        PipelineModule([nnx.Linear(3, 3, rngs=nnx.Rngs(0))], num_stages=1)
-
-
-@pytest.mark.parametrize("item", [3, None, "tanh", [jnp.tanh]])
-def test_what_cannot_be_called_is_refused(item: Any) -> None:
-    with pytest.raises(
-        LayerError, match=r"layer 0 must be a Linen module.*" + re.escape(repr(item)[:8])
-    ):
-        PipelineModule([item], num_stages=1)
-
-
-def test_a_pipeline_inside_a_pipeline_is_refused() -> None:
-    inner = PipelineModule([jnp.tanh], num_stages=1)
-    with pytest.raises(
-        LayerError, match="layer 1 must not be a PipelineModule.*Put its layers into the list"
-    ):
-        PipelineModule([jnp.tanh, inner], num_stages=1)
-    with pytest.raises(LayerError, match="layer 0 must not be a PipelineModule"):
-        PipelineModule([LayerSpec(PipelineModule, [jnp.tanh], num_stages=1)], num_stages=1)
-
-
-def test_a_forward_fn_beside_a_function_is_refused() -> None:
-    with pytest.raises(
-        LayerError,
-        match="forward_fn must be given with a Linen, NNX or Equinox module, but layer 0",
-    ):
-        PipelineModule(
-            [TiedLayerSpec("k", lambda: jnp.tanh, forward_fn=lambda m, x: x)], num_stages=1
-        )
-
-
-@pytest.mark.parametrize("kind", [nn.Dense, nnx.Linear])
-def test_wrong_arguments_of_a_spec_name_the_layer(kind: type) -> None:
-    with pytest.raises(
-        LayerError,
-        match=rf"layer 1 must be built by {kind.__name__}\(\), but got TypeError.*Correct",
-    ):
-        PipelineModule([jnp.tanh, LayerSpec(kind)], num_stages=1)
+def test_one_instance_at_two_places_is_refused() -> None:
+    check_refused(LayerError, TWICE)

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _refused import check_refused
 
 from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.errors import LayerError
@@ -70,39 +72,35 @@ class NoCall(eqx.Module):
     pass
 
 
-@pytest.mark.parametrize(
-    ("item", "match"),
-    [
-        (
-            lambda: LayerSpec(eqx.nn.Linear, 3, 2, key=KEY),
-            r"must leave key to the pipeline.*Leave it out",
-        ),
-        (
-            lambda: LayerSpec(Stateful),
-            r"Stateful must hold no equinox.nn.State, but got one at 'norm.*Use a module",
-        ),
-        (
-            lambda: LayerSpec(NoCall),
-            r"method __call__\(self, inputs\), but got NoCall.*give LayerSpec a forward_fn",
-        ),
-        (
-            lambda: eqx.nn.Linear(3, 2, key=KEY),
-            r"given as LayerSpec\(Linear, ...\), but got a built Equinox module",
-        ),
-        (lambda: eqx.nn.Linear, r"but got the class Linear. Write LayerSpec\(Linear"),
-        (
-            lambda: LayerSpec(eqx.nn.Linear(3, 2, key=KEY)),
-            r"must be given a class.*typename=Linear instance",
-        ),
-        (
-            lambda: LayerSpec(eqx.nn.Linear, 3),
-            r"layer 0 must be built by Linear\(3\), but got TypeError",
-        ),
-    ],
-)
-def test_what_cannot_be_a_layer_is_refused(item: Any, match: str) -> None:
-    with pytest.raises(LayerError, match=match):
-        PipelineModule([item()], num_stages=1)
+REFUSED: list[tuple[str, Callable[[], Any]]] = [
+    (
+        r"must leave key to the pipeline.*Leave it out",
+        lambda: LayerSpec(eqx.nn.Linear, 3, 2, key=KEY),
+    ),
+    (
+        "Stateful must hold no equinox.nn.State, but got one at 'norm.*Use a module",
+        lambda: LayerSpec(Stateful),
+    ),
+    (
+        r"method __call__\(self, inputs\), but got NoCall.*give LayerSpec a forward_fn",
+        lambda: LayerSpec(NoCall),
+    ),
+    (
+        r"given as LayerSpec\(Linear, \.\.\.\), but got a built Equinox module",
+        lambda: eqx.nn.Linear(3, 2, key=KEY),
+    ),
+    (r"but got the class Linear\. Write LayerSpec\(Linear", lambda: eqx.nn.Linear),
+    (
+        "must be given a class.*typename=Linear instance",
+        lambda: LayerSpec(eqx.nn.Linear(3, 2, key=KEY)),
+    ),
+    (r"0 must be built by Linear\(3\), .* TypeError", lambda: LayerSpec(eqx.nn.Linear, 3)),
+]
+
+
+def test_what_cannot_be_a_layer_is_refused() -> None:
+    for words, item in REFUSED:
+        check_refused(LayerError, [(words, lambda item: PipelineModule([item()], 1))], item)
 
 
 def test_equinox_is_not_imported_unless_it_is_used() -> None:

@@ -132,34 +132,6 @@ def test_a_named_flag_shows_and_leaves_the_spec_as_it_is() -> None:
     assert repr(spec) == "Dense(4)"
 
 
-@pytest.mark.parametrize(
-    "spec", [LayerSpec(nn.Dense, 8), LayerSpec(nnx.Linear, 8, 8), LayerSpec(lambda: jnp.tanh)]
-)
-def test_a_flag_that_the_layer_has_not_is_refused(spec: LayerSpec) -> None:
-    with pytest.raises(
-        LayerError,
-        match=r"train_flag must name .* of layer 0_\w+, but got train_flag\('loud'\). Name",
-    ):
-        PipelineModule([spec.train_flag("loud")], num_stages=1)
-
-
-@pytest.mark.parametrize("name", ["", "not a name"])
-def test_a_flag_must_be_a_name(name: Any) -> None:
-    with pytest.raises(
-        LayerError,
-        match=rf"train_flag must be given the name of an argument, but got name={name!r}",
-    ):
-        LayerSpec(nn.Dense, 8).train_flag(name)
-
-
-def test_an_unknown_argument_without_default_may_be_a_flag_or_a_side_input() -> None:
-    block = _linen("noisy", "", on="noisy")
-    with pytest.raises(
-        LayerError, match=r"argument 'noisy' among.*third entry .*train_flag\('noisy'\)"
-    ):
-        PipelineModule([LayerSpec(block)], num_stages=1).init(KEY, X)
-
-
 def _warnings(model: PipelineModule) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -205,41 +177,6 @@ def test_a_switch_of_anything_else_is_not_named() -> None:
             return 2 * x if doubled else x
 
     assert not _warnings(PipelineModule([LayerSpec(Block)], num_stages=1))
-
-
-class _AlwaysNNX(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.drop(x, deterministic=False)
-
-
-class _AlwaysNorm(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.BatchNorm(use_running_average=False)(x)
-
-
-@pytest.mark.parametrize(
-    ("layer", "got"),
-    [
-        (nn.Dropout(0.5, deterministic=False), "InvalidRngError.*dropout"),
-        (LayerSpec(nn.Dropout, 0.5, deterministic=False).remat(), "InvalidRngError.*dropout"),
-        (LayerSpec(_AlwaysNNX), "random numbers from its streams"),
-        (LayerSpec(_AlwaysNNX).remat(), "random numbers from its streams"),
-        (_AlwaysNorm(), "ModifyScopeVariableError"),
-    ],
-)
-def test_what_only_training_may_do_is_refused_at_build(layer: Any, got: str) -> None:
-    model = PipelineModule([jnp.tanh, layer], num_stages=1)
-    with pytest.raises(
-        LayerError,
-        match=r"(?s)layer 1_\w+ must neither draw random numbers nor change its collections in "
-        r"evaluation, but got "
-        rf"{got}.*deterministic=not train",
-    ):
-        model.init(KEY, X)
 
 
 class _Scanned(nnx.Module):

@@ -1,9 +1,6 @@
 import flax.linen as nn
-import numpy as np
-import pytest
 from flax.core import freeze
 
-from jaxpipe.errors import LayerError
 from jaxpipe.layers import (
     ParamPaths,
     PipelineModule,
@@ -65,24 +62,6 @@ def test_a_tied_layer_shares_everything_unless_told_what() -> None:
         ("a", "b"): ("layers", "2_Dense", "a", "b"),
         ("c",): ("tied", "k", "c"),
     }
-
-
-@pytest.mark.parametrize("attr", ["weight", "a.x", "kernel.w"])
-def test_a_tied_attribute_that_names_nothing_shows_what_there_is(attr: str) -> None:
-    (named,) = _named(TiedLayerSpec("k", nn.Dense, 3, tied_weight_attr=["c", attr]))
-    with pytest.raises(
-        LayerError,
-        match=rf"of layer 0_Dense, but got '{attr}'.*Name one of its parameters: a.w, a.b, c",
-    ):
-        ParamPaths(named, OWN, {})
-
-
-def test_a_tied_attribute_of_a_layer_without_parameters() -> None:
-    model = PipelineModule(
-        [TiedLayerSpec("k", nn.Dropout, 0.5, tied_weight_attr="w")], num_stages=1
-    )
-    with pytest.raises(LayerError, match="got 'w'. Name one of its parameters: none"):
-        model.trace(np.ones(3, np.float32))
 
 
 def test_a_view_gathers_what_a_layer_owns_and_shares() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _covering import slow_after, soak_after
+from _refused import check_refused
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
@@ -289,93 +291,75 @@ def test_a_name_that_is_neither_an_axis_nor_ruled(make: Any) -> None:
     stages.init(KEY, X)
 
 
-@pytest.mark.parametrize(
-    ("layer", "match"),
-    [
+SURPLUS = nn.Dense(8, bias_init=nn.with_partitioning(nn.initializers.zeros, (None, "model")))
+TENSOR = (("mlp", ("model", "tensor")),)
+REFUSED: list[tuple[str, Any, Any]] = [
+    *(
+        (rf"'kernel' of layer 0_Dense must .* along dims .* but got size {words}", layer, None)
+        for layer, words in (
+            (
+                _dense(None, "model", features=7),
+                r"7 at dim 1 over model=2\. Make it 6 or 8, or leave the axis out of",
+            ),
+            (
+                _dense(None, "model", features=1),
+                r"1 at dim 1 over model=2\. Make it 2, or leave the axis out of its",
+            ),
+            (
+                _dense(None, ("expert", "model"), features=6),
+                r"6 at dim 1 over expert=2 x model=2\. Make it 4 or 8",
+            ),
+        )
+    ),
+    *(
         (
-            _dense(None, "model", features=7),
-            r"size 7 at dim 1 over model=2. Make it 6 or 8, or leave the axis out of",
-        ),
-        (
-            _dense(None, "model", features=1),
-            r"size 1 at dim 1 over model=2. Make it 2, or leave the axis out of its",
-        ),
-        (
-            _dense(None, ("expert", "model"), features=6),
-            r"size 6 at dim 1 over expert=2 x model=2. Make it 4 or 8",
-        ),
-    ],
-)
-def test_a_dim_that_the_axis_does_not_divide(layer: Any, match: str) -> None:
-    model = PipelineModule([layer], topology=TOPOLOGY)
-    with pytest.raises(
-        LayerError,
-        match=rf"'kernel' of layer 0_Dense must be sharded along dims .* but got {match}",
-    ):
-        model.trace(X, mesh=MESH)
-
-
-@pytest.mark.parametrize(
-    ("layer", "rules", "name", "metadata"),
-    [
-        (_dense("model", "model"), None, "model", r"\('model', 'model'\)"),
-        (_logical("mlp", "mlp"), (("mlp", "model"),), "mlp", r"\('mlp', 'mlp'\)"),
-        (
-            _dense("model", ("expert", "model")),
-            None,
-            "model",
-            r"\('model', \('expert', 'model'\)\)",
-        ),
-        (_nnx("model", "model"), None, "model", r"\('model', 'model'\)"),
-        (
-            _dense("model", ("mlp", "x")),
-            (("mlp", "model"), ("x", None)),
-            "model",
-            r"\('model', \('mlp', 'x'\)\)",
-        ),
-        (_dense("stage", "stage"), None, "stage", r"\('stage', 'stage'\)"),
-    ],
-)
-def test_an_axis_at_two_dims(layer: Any, rules: Any, name: str, metadata: str) -> None:
-    model = PipelineModule([layer], topology=TOPOLOGY, sharding_rules=rules)
-    match = (
-        rf"kernel' of layer 0_\w+ must .* along one dim, but got {name!r} at two in .* {metadata}. "
-        rf"Leave {name!r}"
-    )
-    with pytest.raises(LayerError, match=match):
-        model.trace(X, mesh=MESH)
-
-
-def test_more_names_than_dims() -> None:
-    layer = nn.Dense(8, bias_init=nn.with_partitioning(nn.initializers.zeros, (None, "model")))
-    model = PipelineModule([layer], topology=TOPOLOGY)
-    with pytest.raises(
-        LayerError,
-        match=r"'bias' of layer .* each of its 1 dims .* \(None, 'model'\). Leave out the surplus",
-    ):
-        model.trace(X)
-
-
-def test_a_rule_to_an_axis_that_the_mesh_lacks() -> None:
-    match = (
+            rf"kernel' of layer 0_\w+ must .* along one dim, but got {name!r} at two in .* "
+            rf"{metadata}\. Leave {name!r}",
+            *(layer, rules),
+        )
+        for layer, rules, name, metadata in (
+            (_dense("model", "model"), None, "model", r"\('model', 'model'\)"),
+            (_logical("mlp", "mlp"), (("mlp", "model"),), "mlp", r"\('mlp', 'mlp'\)"),
+            (
+                *(_dense("model", ("expert", "model")), None, "model"),
+                r"\('model', \('expert', 'model'\)\)",
+            ),
+            (_nnx("model", "model"), None, "model", r"\('model', 'model'\)"),
+            (
+                *(_dense("model", ("mlp", "x")), (("mlp", "model"), ("x", None)), "model"),
+                r"\('model', \('mlp', 'x'\)\)",
+            ),
+            (_dense("stage", "stage"), None, "stage", r"\('stage', 'stage'\)"),
+        )
+    ),
+]
+UNMAPPED: list[tuple[str, Any, Any]] = [
+    (
+        r"'bias' of layer .* each of its 1 dims .* \(None, 'model'\)\. Leave out the surplus",
+        *(SURPLUS, None),
+    ),
+    (
         r"must map to axes of the mesh, but got \('mlp', \('model', 'tensor'\)\) for a mesh with "
-        r"the axes 'stage', "
-    )
-    rules = (("mlp", ("model", "tensor")),)
-    model = PipelineModule([_logical("embed", "mlp")], topology=TOPOLOGY, sharding_rules=rules)
-    with pytest.raises(
-        LayerError, match=match + r"'data', 'model'. Name 'tensor' in the topology, or map 'mlp' to"
-    ):
-        model.trace(X)
-    with pytest.raises(
-        LayerError, match=r"but got \('mlp', 'tensor'\).* Name 'tensor' in the topology"
-    ):
-        PipelineModule(
-            [_logical("embed", "mlp", rules=(("mlp", "tensor"),))], topology=TOPOLOGY
-        ).trace(X)
-    assert PipelineModule([_logical("embed", "mlp")], num_stages=1, sharding_rules=rules).trace(
-        X
-    ).param_specs == ({},)
+        r"the axes 'stage', 'data', 'model'\. Name 'tensor' in the topology, or map 'mlp' to",
+        *(_logical("embed", "mlp"), TENSOR),
+    ),
+    (
+        r"but got \('mlp', 'tensor'\).* Name 'tensor' in the topology",
+        *(_logical("embed", "mlp", rules=(("mlp", "tensor"),)), None),
+    ),
+]
+
+
+def test_refused() -> None:
+    for rows, mesh in ((REFUSED, MESH), (UNMAPPED, None)):
+        for words, layer, rules in rows:
+            model = PipelineModule([layer], topology=TOPOLOGY, sharding_rules=rules)
+            check_refused(LayerError, [(words, partial(model.trace, X, mesh=mesh))])
+
+
+def test_rules_without_a_topology() -> None:
+    model = PipelineModule([_logical("embed", "mlp")], num_stages=1, sharding_rules=TENSOR)
+    assert model.trace(X).param_specs == ({},)
 
 
 def _in_logical(x: jax.Array) -> jax.Array:

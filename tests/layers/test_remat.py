@@ -12,7 +12,6 @@ from flax import nnx
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule, TiedLayerSpec
-from jaxpipe.errors import LayerError
 from jaxpipe.layers import layer_signatures
 from jaxpipe.layers._remat import chain
 from jaxpipe.recompute import RecomputeSettings
@@ -184,13 +183,6 @@ def test_a_mark_shows() -> None:
         POLICIES.save_from_both_policies(POLICIES.dots_saveable, POLICIES.dots_saveable)
     )
     assert repr(marked) == "Block().remat(policy=save_from_both_policies)"
-
-
-def test_a_policy_is_a_function() -> None:
-    with pytest.raises(
-        LayerError, match=r"policy='dots_saveable'\. Use one of jax.checkpoint_policies"
-    ):
-        LayerSpec(Block).remat("dots_saveable")  # type: ignore[arg-type]
 
 
 def _own_policy(name: str) -> Callable[..., bool]:

@@ -1,27 +1,27 @@
 """Chunks of packed texts."""
 
+from itertools import product
+
 import jax
 import numpy as np
-import pytest
 
 from jaxpipe import PipelineModule
 from jaxpipe.models import LayerPattern, LlamaConfig, llama
 from jaxpipe.models._positions import chunks_of, positions_of
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_tokens_share_a_chunk_if_they_do_in_their_text(size: int, *, is_packed: bool) -> None:
-    length = 7
-    ids = np.array([[5, 5, 5, 5, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1]]) if is_packed else None
-    positions = np.broadcast_to(positions_of(length, ids), (2, length))
-    found = chunks_of(positions, ids, size, 2)
-    assert found.shape == (2, length)
-    texts = np.zeros_like(positions) if ids is None else ids
-    for b, i, j in np.ndindex(2, length, length):
-        are_together = texts[b, i] == texts[b, j]
-        are_together &= positions[b, i] // size == positions[b, j] // size
-        assert (found[b, i] == found[b, j]) == are_together
+def test_tokens_share_a_chunk_if_they_do_in_their_text() -> None:
+    for is_packed, size in product((False, True), (1, 2, 3, 7, 8)):
+        length = 7
+        ids = np.array([[5, 5, 5, 5, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1]]) if is_packed else None
+        positions = np.broadcast_to(positions_of(length, ids), (2, length))
+        found = chunks_of(positions, ids, size, 2)
+        assert found.shape == (2, length), (size, is_packed)
+        texts = np.zeros_like(positions) if ids is None else ids
+        for b, i, j in np.ndindex(2, length, length):
+            are_together = texts[b, i] == texts[b, j]
+            are_together &= positions[b, i] // size == positions[b, j] // size
+            assert (found[b, i] == found[b, j]) == are_together, (size, is_packed)
 
 
 def test_positions_of_the_caller_may_begin_in_the_middle_of_a_chunk() -> None:

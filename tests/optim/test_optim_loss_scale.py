@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from _covering import soak_after
 
-from jaxpipe.errors import ConfigError
 from jaxpipe.optim import LossScaler, LossScaleState
 
 
@@ -167,65 +166,3 @@ def test_the_state_keeps_its_dtypes() -> None:
             lambda x: (x.shape, x.dtype), after
         )
         assert all(not leaf.weak_type for leaf in jax.tree.leaves(before))
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        (
-            {"loss_scale": -1},
-            r"fp16.loss_scale must be a finite number of at least 0, but got fp16.loss_scale=-1. "
-            r"Use",
-        ),
-        ({"loss_scale": "dynamic"}, r"fp16.loss_scale must be .*='dynamic'. Use a number"),
-        ({"loss_scale": True}, r"fp16.loss_scale must be .*=True. Use a number"),
-        ({"loss_scale": float("inf")}, r"fp16.loss_scale must be .*=inf. Use a number"),
-        (
-            {"loss_scale": 1e39},
-            r"fp16.loss_scale must be a scale above 0 within float32, .*=1e\+39. Use a scale such",
-        ),
-        (
-            {"initial_scale_power": 128},
-            r"fp16.initial_scale_power must be an integer of at most 127, .*=128. Use for",
-        ),
-        (
-            {"initial_scale_power": -1},
-            r"fp16.initial_scale_power must be an integer of at least 0 .*=-1. Use for",
-        ),
-        (
-            {"loss_scale_window": 0},
-            r"fp16.loss_scale_window must be an integer of at least 1 .*=0. Use for instance",
-        ),
-        (
-            {"hysteresis": 0},
-            r"fp16.hysteresis must be an integer of at least 1 .*=0. Use for instance",
-        ),
-        (
-            {"consecutive_hysteresis": 1},
-            r"fp16.consecutive_hysteresis must be true or false, .*=1. Use true or false",
-        ),
-        (
-            {"min_loss_scale": 0},
-            r"fp16.min_loss_scale must be above 0 and at most .* of 16, .*=0. Lower it, or raise",
-        ),
-        (
-            {"min_loss_scale": 32},
-            r"fp16.min_loss_scale must be .* of 16, but got fp16.min_loss_scale=32. Lower it, or",
-        ),
-        (
-            {"min_loss_scale": None},
-            r"fp16.min_loss_scale must be a finite number .*=None. Use a number",
-        ),
-    ],
-)
-def test_wrong_values_are_refused_by_path(changes: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        LossScaler.from_section(replace(Section(), **changes))
-
-
-def test_a_static_scale_must_not_be_zero() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"fp16.loss_scale must be a scale above 0 .*=0.0. Use a scale such as 65536",
-    ):
-        LossScaler(0.0)

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxpipe.errors import ConfigError
 from jaxpipe.optim import (
     LRRangeTest,
     OneCycle,
@@ -99,89 +98,3 @@ def test_optax_schedules_by_name(name: str, params: dict[str, Any]) -> None:
 
 def test_all_of_optaxs_schedules_are_known() -> None:
     assert {name for name, _ in OPTAX} == set(optax_schedules())
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "match"),
-    [
-        (
-            "WarmupLr",
-            {},
-            r"scheduler.type must be one of .*OneCycle.*but got .*='WarmupLr'. Did you mean "
-            r"'WarmupLR'\?",
-        ),
-        (
-            "cosine_decay",
-            {},
-            r"got scheduler.type='cosine_decay'. Did you mean 'cosine_decay_schedule'\?",
-        ),
-        ("StepLR", {}, r"scheduler.type must be one of .*, but got scheduler.type='StepLR'"),
-        (
-            7,
-            {},
-            r"scheduler.type must be one of .*, but got scheduler.type=7. Use one of these names",
-        ),
-        (
-            "WarmupLR",
-            {"warmup_steps": 4},
-            r"params.warmup_steps is not a known .* mean scheduler.params.warmup_num_st",
-        ),
-        ("WarmupLR", {"lr": 4}, r"params.lr is not a known key. "),
-        (
-            "LRRangeTest",
-            {"zzz": 4},
-            r"params.zzz is not a known key. Remove it, or use one of .*lr_range_test_mi",
-        ),
-        (
-            "LRRangeTest",
-            {4: 4},
-            r"A key of scheduler.params must be a string, but got key=4. Write it in quotes",
-        ),
-        (
-            "OneCycle",
-            {"cycle_min_lr": 0.1},
-            r"params.cycle_max_lr must be given, but .*Add the key 'cycle_max_lr' there",
-        ),
-        (
-            "WarmupDecayLR",
-            {},
-            r"params.total_num_steps must be given, .*={}. Add the key 'total_num_steps'",
-        ),
-        (
-            "constant_schedule",
-            {},
-            r"params.value must be given, .*={}. Add the key 'value'",
-        ),
-        (
-            "constant_schedule",
-            {"valu": 1},
-            r"params.valu is not a known key. Did you mean scheduler.params.value",
-        ),
-        (
-            "constant_schedule",
-            {"value": [1, 2]},
-            r"must give one rate per update, .*shape=\(2,\) from constant_sch.*Use",
-        ),
-        (
-            "cosine_decay_schedule",
-            {"init_value": 1.0, "decay_steps": "x"},
-            r"arguments that optax's cosine.*'x'.*Corr",
-        ),
-        (
-            "piecewise_constant_schedule",
-            {"init_value": 1.0, "boundaries_and_scales": {"x": 1}},
-            r"accepts, but got .*x",
-        ),
-    ],
-)
-def test_wrong_descriptions_are_refused(name: str, params: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        make_schedule(name, params, 0.1)
-
-
-def test_warmup_must_know_what_it_rises_to() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"scheduler.params.warmup_max_lr must be a number if .* or optimizer.param",
-    ):
-        make_schedule("WarmupLR", {})

@@ -11,7 +11,6 @@ import optax
 import pytest
 from _covering import soak_after
 
-from jaxpipe.errors import ConfigError
 from jaxpipe.optim import OneCycle, make_optimizer
 
 NUM_UPDATES = 6
@@ -301,11 +300,6 @@ def test_muon(params: dict[str, Any], rates: tuple[float, float]) -> None:
         "Muon", params, matrices=lambda tree: {name: name in ("kernel", "wide") for name in tree}
     )
     _assert_traces(_apply(optimizer), _simulate(_muon_or_adam, options))
-
-
-def test_only_muon_asks_for_matrices() -> None:
-    with pytest.raises(ConfigError, match="but got optimizer.type='Adam'. Remove the argument"):
-        make_optimizer("Adam", {}, matrices=lambda tree: tree)
 
 
 CYCLE = OneCycle(0.01, 0.1, cycle_first_step_size=2, cycle_min_mom=0.5, cycle_max_mom=0.7)

@@ -4,6 +4,7 @@ And what else meets a pipeline while it is built.
 """
 
 import re
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +15,7 @@ import optax
 import pytest
 from _covering import slow_after, soak_after
 from _optimizers import refusing_empty_trees
+from _refused import check_refused
 from _settings import make_settings
 from _tolerances import assert_close
 
@@ -49,16 +51,6 @@ def test_labels_that_know_the_real_names_alone() -> None:
         return jax.tree_util.tree_map_with_path(lambda path, _: known[path[1].key], tree)
 
     assert np.isfinite(step(build(optax.multi_transform(PARTS, labels)))["loss"])
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_a_mask_that_is_a_tree(zero_stage: int) -> None:
-    module = PipelineModule([LayerSpec(nn.Dense, 4)] * 4, num_stages=1)
-    mask = jax.tree.map(lambda x: x.ndim > 1, module.init(jax.random.key(0), X[0]))
-    with pytest.raises(
-        ConfigError, match=r"must accept any part of the param.*Give masks and labels as functions"
-    ):
-        build(optax.adamw(0.1, mask=mask), zero_stage=zero_stage)
 
 
 @pytest.mark.slow
@@ -97,55 +89,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     "schedule_free": {"base_optimizer": optax.sgd(0.1)},
 }
 OPTAX = sorted({*optax_optimizers()} - {"optimistic_adam", "dpsgd"})
-RANK = (
-    r"must treat a parameter the same whatever other parameters are in the tree.* of all 8 "
-    r"parameters and a tree "
-)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "layers", "match"),
-    [
-        pytest.param(
-            rates(optax.sgd, by_rank),
-            None,
-            RANK
-            + r"of 4 of them, layers/0_Dense/bias to layers/1_Dense/kernel\. Let labels and masks "
-            r"depend on a parameter's path",
-            id="rank-sgd",
-        ),
-        pytest.param(
-            rates(optax.adam, by_rank), None, RANK + r"of 4 of them.*use one stage", id="rank-adam"
-        ),
-        pytest.param(
-            optax.masked(
-                optax.scale(0.5),
-                lambda tree: jax.tree.map(lambda label: label == "a", by_rank(tree)),
-            ),
-            None,
-            r"whose update of the parameter layers/1_Dense/bias differs between the tree of all 8",
-            id="rank-mask",
-        ),
-        pytest.param(
-            optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
-            None,
-            RANK + r".*optax\.add_noise.*fold each parameter's path into the key",
-            id="noise",
-        ),
-        pytest.param(
-            optax.inject_hyperparams(optax.sgd)(0.1),
-            MIXED,
-            r"value of the state hyperparams/learning_rate differs.*is float32 in .* bfloat16 "
-            r"in.*hyperparam_dtype=jnp",
-            id="common dtype",
-        ),
-    ],
-)
-def test_what_depends_on_the_other_parameters_of_a_tree(
-    optimizer: optax.GradientTransformation, layers: Any, match: str
-) -> None:
-    with pytest.raises(ConfigError, match=match):
-        build(optimizer, layers)
 
 
 @pytest.mark.slow
@@ -212,28 +155,6 @@ def test_one_stage_sees_the_whole_tree() -> None:
     assert build(rates(optax.sgd, by_rank), stages=1)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "match"),
-    [
-        pytest.param(
-            optax.clip_by_global_norm(1.0),
-            r"num_chunks > 1 divides.*mixes layers/0_Dense",
-            id="coupling",
-        ),
-        pytest.param(
-            rates(optax.sgd, by_rank),
-            r"same whatever other parameters.*the tree of all 7 param",
-            id="rank",
-        ),
-    ],
-)
-def test_chunks_of_one_stage_are_updated_apart(
-    optimizer: optax.GradientTransformation, match: str
-) -> None:
-    with pytest.raises(ConfigError, match=match):
-        build(optimizer, ENDS, stages=1, schedule="interleaved", num_chunks=2)
-
-
 def test_one_call_for_all_parameters_is_no_coupling() -> None:
     adam = optax.adam(0.1)
     assert build(optax.GradientTransformation(jax.jit(adam.init), jax.jit(adam.update)))
@@ -251,33 +172,71 @@ class Scale(nn.Module):
         return x * self.param("scale", nn.initializers.ones, ())
 
 
-@pytest.mark.parametrize(("stages", "zero_stage"), [(1, 0), (2, 0), (2, 1)])
-def test_a_parameter_that_an_optimizer_cannot_take(stages: int, zero_stage: int) -> None:
-    layers = [LayerSpec(nn.Dense, 4), LayerSpec(Scale), *[LayerSpec(nn.Dense, 4)] * 2]
-    match = (
-        r"must take every parameter of the model, .* fails with IndexError: list index out of"
-        r" range\. It fails with layers/1_Scale/scale of shape \(\), but not with others\. Update"
-    )
-    with pytest.raises(ConfigError, match=match):
-        build(optax.sm3(0.1), layers, stages=stages, zero_stage=zero_stage)
+FIRST = {"a": refusing_empty_trees(optax.sgd(0.1)), "b": optax.adam(0.1)}
+RANK = "must treat a parameter the same whatever other parameters are in the tree.* of all 8 "
+RANK += "parameters and a tree "
+CHUNKED = {"layers": ENDS, "stages": 1, "schedule": "interleaved", "num_chunks": 2}
+SCALED = [LayerSpec(nn.Dense, 4), LayerSpec(Scale), *[LayerSpec(nn.Dense, 4)] * 2]
 
 
-def test_what_fails_without_parameters_on_a_stage_that_trains_none() -> None:
-    def in_first(tree: Any) -> Any:
-        def label(path: Any, _: Any) -> str:
-            return "a" if path[1].key == "0_Dense" else "b"
-
-        return jax.tree.map_with_path(label, tree)
-
-    parts = {"a": refusing_empty_trees(optax.sgd(0.1)), "b": optax.adam(0.1)}
-    with pytest.raises(ConfigError, match=r"any part.*as optax.contrib.galore does, every stage"):
-        build(optax.multi_transform(parts, in_first))
+def in_first(tree: Any) -> Any:
+    return jax.tree.map_with_path(lambda path, _: "a" if path[1].key == "0_Dense" else "b", tree)
 
 
-def test_labels_for_other_parameters() -> None:
-    match = r"every par.* fails with \w+: .*1_Dense.* labels and masks as functions"
-    with pytest.raises(ConfigError, match=match):
-        build(optax.multi_transform(PARTS, {"layers": {"0_Dense": "a"}}), stages=1)
+def first_of_rank(tree: Any) -> Any:
+    return jax.tree.map(lambda label: label == "a", by_rank(tree))
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (
+        *(rates(optax.sgd, by_rank), {}),
+        rf"{RANK}of 4 of them, layers/0_Dense/bias to layers/1_Dense/kernel\. Let labels and masks "
+        "depend on a parameter's path",
+    ),
+    (rates(optax.adam, by_rank), {}, f"{RANK}of 4 of them.*use one stage"),
+    (
+        *(optax.masked(optax.scale(0.5), first_of_rank), {}),
+        "whose update of the parameter layers/1_Dense/bias differs between the tree of all 8",
+    ),
+    (
+        *(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)), {}),
+        rf"{RANK}.*optax\.add_noise.*fold each parameter's path into the key",
+    ),
+    (
+        *(optax.inject_hyperparams(optax.sgd)(0.1), {"layers": MIXED}),
+        "value of the state hyperparams/learning_rate differs.*is float32 in .* bfloat16 in.*"
+        "hyperparam_dtype=jnp",
+    ),
+    (optax.clip_by_global_norm(1.0), CHUNKED, "num_chunks > 1 divides.*mixes layers/0_Dense"),
+    (rates(optax.sgd, by_rank), CHUNKED, "whatever other parameters.*the tree of all 7 param"),
+    (
+        *(optax.multi_transform(PARTS, {"layers": {"0_Dense": "a"}}), {"stages": 1}),
+        r"every par.* fails with \w+: .*1_Dense.* labels and masks as functions",
+    ),
+    (
+        *(optax.multi_transform(FIRST, in_first), {}),
+        "any part.*as optax.contrib.galore does, every stage",
+    ),
+    *(
+        (
+            *(optax.sm3(0.1), {"layers": SCALED, "stages": stages, "zero_stage": zero_stage}),
+            "must take every parameter of the model, .* fails with IndexError: list index out of "
+            r"range\. It fails with layers/1_Scale/scale of shape \(\), .* others\. Update",
+        )
+        for stages, zero_stage in ((1, 0), (2, 0), (2, 1))
+    ),
+]
+
+
+def test_refused() -> None:
+    module = PipelineModule([LayerSpec(nn.Dense, 4)] * 4, num_stages=1)
+    mask = jax.tree.map(lambda x: x.ndim > 1, module.init(jax.random.key(0), X[0]))
+    words = "must accept any part of the param.*Give masks and labels as functions"
+    for zero_stage in (0, 1):
+        call = partial(build, optax.adamw(0.1, mask=mask), zero_stage=zero_stage)
+        check_refused(ConfigError, [(words, call)])
+    table = [(words, partial(build, optimizer, **how)) for optimizer, how, words in REFUSED]
+    check_refused(ConfigError, table)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,19 @@
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from itertools import combinations, product
 from random import Random
 
 import pytest
+from _refused import check_refused
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.partition import partition_balanced
+from jaxpipe.partition import partition_balanced, partition_uniform
 
 
 def _all_cuts(num_items: int, num_parts: int) -> Iterator[tuple[int, ...]]:
@@ -112,26 +115,24 @@ def test_200_layers_in_64_parts_take_under_a_second(exponent: int) -> None:
     assert len(boundaries) == 65
 
 
-def test_more_parts_than_weights_is_an_error() -> None:
-    with pytest.raises(
-        PartitionError, match=r"number of weights \(2\).*num_parts=4.*at most 2 parts"
-    ):
-        partition_balanced([1, 1], 4)
-    with pytest.raises(PartitionError, match=r"number of weights \(0\).*num_parts=1"):
-        partition_balanced([], 1)
+REFUSED = [
+    (r"weights \(2\).*num_parts=4.*at most 2 parts", partial(partition_balanced, [1, 1], 4)),
+    (r"number of weights \(0\).*num_parts=1", partial(partition_balanced, [], 1)),
+    (r"number of items \(2\).*num_parts=4.*at most 2 parts", partial(partition_uniform, 2, 4)),
+    *(
+        (rf"positive integer, .* num_parts={n!r}\. Pass 1 or more", partial(partition, items, n))
+        for partition, items in ((partition_balanced, [1, 1]), (partition_uniform, 4))
+        for n in (0, -2, True, 2.0, "2", None)
+    ),
+    *(
+        (
+            rf"at least 0, .* weights\[1\]={re.escape(repr(weight))}\. Give one non-negative int",
+            partial(partition_balanced, [1, weight], 1),
+        )
+        for weight in (-1, -0.5, math.nan, math.inf, -math.inf, True, "3", None, 1j)
+    ),
+]
 
 
-@pytest.mark.parametrize("num_parts", [0, -1, True, 2.0, "2", None])
-def test_num_parts_must_be_a_positive_integer(num_parts: object) -> None:
-    with pytest.raises(
-        PartitionError, match=rf"positive integer, but got num_parts={num_parts!r}.*Pass 1 or more"
-    ):
-        partition_balanced([1, 1], num_parts)
-
-
-@pytest.mark.parametrize("weight", [-1, -0.5, math.nan, math.inf, -math.inf, True, "3", None, 1j])
-def test_bad_weights_are_named(weight: object) -> None:
-    with pytest.raises(
-        PartitionError, match=r"at least 0, but got weights\[1\]=.*one non-negative int or float"
-    ):
-        partition_balanced([1, weight], 1)
+def test_refused() -> None:
+    check_refused(PartitionError, REFUSED)

@@ -1,6 +1,3 @@
-import pytest
-
-from jaxpipe.errors import PartitionError
 from jaxpipe.partition import partition_uniform
 
 
@@ -19,16 +16,3 @@ def test_lengths_differ_by_at_most_one_and_the_longer_parts_come_first() -> None
 
 def test_the_remainder_goes_to_the_first_parts() -> None:
     assert partition_uniform(38, 8) == [0, 5, 10, 15, 20, 25, 30, 34, 38]
-
-
-def test_fewer_items_than_parts_is_an_error() -> None:
-    with pytest.raises(
-        PartitionError, match=r"number of items \(2\).*num_parts=4.*at most 2 parts"
-    ):
-        partition_uniform(2, 4)
-
-
-@pytest.mark.parametrize("num_parts", [0, -2, True, 1.0])
-def test_num_parts_must_be_a_positive_integer(num_parts: object) -> None:
-    with pytest.raises(PartitionError, match=rf"positive integer, but got num_parts={num_parts!r}"):
-        partition_uniform(4, num_parts)

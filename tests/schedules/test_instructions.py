@@ -41,17 +41,17 @@ def test_whole_stage_instructions(kind: type[PipeInstruction]) -> None:
     assert not isinstance(kind(), BufferOpInstruction)
 
 
-@pytest.mark.parametrize("kind", ON_BUFFERS)
-def test_buffer_instructions(kind: type[BufferOpInstruction]) -> None:
-    op = kind(3)
-    assert (op.name, op.kwargs, op.buffer_id) == (kind.__name__, {"buffer_id": 3}, 3)
-    assert repr(op) == f"{kind.__name__}(buffer_id=3)"
-    assert (op.micro_batch_id, op.chunk_id) == (None, None)
-    named = kind(buffer_id=3, micro_batch_id=7, chunk_id=1)
-    assert (named.micro_batch_id, named.chunk_id) == (7, 1)
-    assert repr(named) == f"{kind.__name__}(buffer_id=3, micro_batch_id=7, chunk_id=1)"
-    assert op != named
-    assert pickle.loads(pickle.dumps(named)) == named
+def test_buffer_instructions() -> None:
+    for kind in ON_BUFFERS:
+        op = kind(3)
+        assert (op.name, op.kwargs, op.buffer_id) == (kind.__name__, {"buffer_id": 3}, 3), kind
+        assert repr(op) == f"{kind.__name__}(buffer_id=3)", kind
+        assert (op.micro_batch_id, op.chunk_id) == (None, None), kind
+        named = kind(buffer_id=3, micro_batch_id=7, chunk_id=1)
+        assert (named.micro_batch_id, named.chunk_id) == (7, 1), kind
+        assert repr(named) == f"{kind.__name__}(buffer_id=3, micro_batch_id=7, chunk_id=1)", kind
+        assert op != named, kind
+        assert pickle.loads(pickle.dumps(named)) == named, kind
 
 
 def test_arguments_become_attributes() -> None:

@@ -1,8 +1,5 @@
-import re
-
 import pytest
 
-from jaxpipe.errors import ScheduleError
 from jaxpipe.planner import auto_schedules
 from jaxpipe.schedules import (
     DualPipeVSchedule,
@@ -11,7 +8,6 @@ from jaxpipe.schedules import (
     OneFOneBSchedule,
     OneFOneBVSchedule,
     PipeSchedule,
-    TimetableSchedule,
     TrainSchedule,
     ZeroBubbleH1Schedule,
     ZeroBubbleSchedule,
@@ -62,78 +58,6 @@ def test_pending_weight_gradients_may_be_limited() -> None:
     assert kind is not resolve_schedule("zero-bubble", 2)
 
 
-class TwoChunks(OneFOneBVSchedule):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("schedule", "num_chunks", "message"),
-    [
-        (
-            "1f1b",
-            2,
-            "num_chunks must be 1 for OneFOneBSchedule, but got num_chunks=2. Leave num_chunks "
-            "out, or use",
-        ),
-        ("gpipe", 2, "num_chunks must be 1 for GPipeSchedule, but got num_chunks=2."),
-        ("train", 3, "num_chunks must be 1 for TrainSchedule, but got num_chunks=3."),
-        ("1f1b-v", 1, "num_chunks must be 2 for OneFOneBVSchedule, but got num_chunks=1."),
-        (TwoChunks, 3, "num_chunks must be 2 for TwoChunks, but got num_chunks=3."),
-        (
-            "interleaved",
-            1,
-            "at least 2 for InterleavedSchedule, but got num_chunks=1. Use 2 or more, or '1f1b' "
-            "for one",
-        ),
-        (
-            "zero-bubble",
-            0,
-            "at least 1 for ZeroBubbleSchedule, but got num_chunks=0. Use 1 or more.",
-        ),
-        (
-            "zero-bubble",
-            2.0,
-            "at least 1 for ZeroBubbleSchedule, but got num_chunks=2.0. Use 1 or more.",
-        ),
-    ],
-)
-def test_impossible_chunks_are_refused(
-    schedule: str | type[PipeSchedule], num_chunks: int, message: str
-) -> None:
-    with pytest.raises(ScheduleError, match=re.escape(message)):
-        resolve_schedule(schedule, num_chunks)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "max_pending", "message"),
-    [
-        (
-            "1f1b",
-            2,
-            "max_pending must be left out for OneFOneBSchedule, which keeps nothing pending, but "
-            "got max_p",
-        ),
-        ("zero-bubble", 0, "max_pending must be at least 1, but got max_pending=0. Use 1 or more."),
-        (
-            "zero-bubble",
-            1.5,
-            "max_pending must be at least 1, but got max_pending=1.5. Use 1 or more.",
-        ),
-    ],
-)
-def test_impossible_limits_are_refused(schedule: str, max_pending: int, message: str) -> None:
-    with pytest.raises(ScheduleError, match=re.escape(message)):
-        resolve_schedule(schedule, max_pending=max_pending)
-
-
-def test_auto_is_no_schedule() -> None:
-    with pytest.raises(
-        ScheduleError,
-        match=r"but got schedule='auto'\. Leave it to make_pipeline or initialize, or name",
-    ):
-        resolve_schedule("auto")
-
-
 def test_a_new_schedule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(GPipeSchedule):
         is_auto_candidate = True
@@ -154,45 +78,3 @@ def test_classes_stand_for_themselves() -> None:
         pass
 
     assert resolve_schedule(Mine) is Mine
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("1F1B", "Did you mean '1f1b'?"),
-        ("GPipe", "Did you mean 'gpipe'?"),
-        ("1f1b_v", "Did you mean '1f1b-v'?"),
-        ("zerobubble", "Did you mean 'zero-bubble'?"),
-        ("TrainSchedule", "Did you mean 'train'?"),
-        ("xyz", "Use one of these names."),
-    ],
-)
-def test_unknown_names_are_refused(name: str, hint: str) -> None:
-    message = (
-        f"schedule must be one of {', '.join(map(repr, schedule_names()))} or a PipeSchedule "
-        f"subclass, but got schedule={name!r}. {hint}"
-    )
-    with pytest.raises(ScheduleError, match=re.escape(message)):
-        resolve_schedule(name)
-
-
-@pytest.mark.parametrize("schedule", [OneFOneBSchedule(2, 2, 0), int, 3])
-def test_other_things_are_refused(schedule: type[PipeSchedule]) -> None:
-    match = (
-        r"A schedule must be a name or a PipeSchedule subclass, but got "
-        rf"schedule={re.escape(repr(schedule))}\. Pass"
-    )
-    with pytest.raises(ScheduleError, match=match):
-        resolve_schedule(schedule)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "missing"),
-    [(PipeSchedule, "steps"), (TimetableSchedule, "backward_at, forward_at, num_steps")],
-)
-def test_unfinished_classes_are_refused(schedule: type[PipeSchedule], missing: str) -> None:
-    match = (
-        rf"but got schedule={schedule.__name__} without {missing}\. Define {missing} in a subclass"
-    )
-    with pytest.raises(ScheduleError, match=match):
-        resolve_schedule(schedule)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _covering import slow_after
+from _refused import check_refused
 from _tolerances import assert_close
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -141,33 +142,25 @@ def test_the_log_says_how_positions_meet(
     assert said in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"sequence": "rings"}, "one of auto, ulysses, ring, but got 'rings'"),
-        (
-            {"sequence": "ulysses"},
-            "'ulysses' must be possible over the 4 places of .*: 4 places do",
-        ),
-        ({"sequence": "ring", "mask": jnp.ones((1, 1, 1, T), bool)}, "got: there is a mask. Leave"),
-        (
-            {"sequence": "ring", "dropout_rate": 0.1, "key": jax.random.key(0)},
-            "got: probabilities are dropped",
-        ),
-        ({"sequence": "ring", "implementation": "xla"}, "in blocks, but got implementation='xla'"),
-        ({"sequence": "ring", "keys": 2 * T}, "got: there are 64 queries and 128 keys"),
-        (
-            {"sequence": "ring", "length": 68},
-            "got: there are 68 positions, and a ring of 4 takes multiples of 16",
-        ),
-    ],
-)
-def test_what_is_not_possible_is_refused(change: dict[str, Any], match: str) -> None:
-    length = change.pop("length", T)
-    q, _, _, _ = inputs(length=length)
-    _, k, v, _ = inputs(length=change.pop("keys", length))
-    with pytest.raises(LayerError, match=match):
-        jax.eval_shape(on_mesh(lambda *x: attention(*x, causal=True, **change), RING), q, k, v)
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("rings", {}, "one of auto, ulysses, ring, but got 'rings'"),
+    ("ulysses", {}, "'ulysses' must be possible over the 4 places of .*: 4 places do"),
+    ("ring", {"mask": jnp.ones((1, 1, 1, T), bool)}, "got: there is a mask. Leave"),
+    ("ring", {"dropout_rate": 0.1, "key": jax.random.key(0)}, "got: probabilities are dropped"),
+    ("ring", {"implementation": "xla"}, "in blocks, but got implementation='xla'"),
+    ("ring", {"keys": 2 * T}, "got: there are 64 queries and 128 keys"),
+    ("ring", {"length": 68}, "got: there are 68 positions, and a ring of 4 takes multiples of 16"),
+]
+
+
+def test_what_is_not_possible_is_refused() -> None:
+    for way, options, words in REFUSED:
+        given = dict(options)
+        length = given.pop("length", T)
+        q, _, _, _ = inputs(length=length)
+        _, k, v, _ = inputs(length=given.pop("keys", length))
+        call = functools.partial(attention, causal=True, sequence=way, **given)
+        check_refused(LayerError, [(words, jax.eval_shape)], on_mesh(call, RING), q, k, v)
 
 
 def test_without_the_axis_the_ways_change_nothing() -> None:

@@ -14,6 +14,7 @@ import pytest
 from _covering import slow_after
 from _reference import dropout_of
 from _reference import layer as reference
+from _refused import check_refused
 from _tolerances import assert_close
 from flax.core import meta
 
@@ -252,41 +253,27 @@ def test_no_effect_is_said() -> None:
     assert "stochastic_mode" in messages[1]
 
 
-@pytest.mark.parametrize(
-    ("config", "given", "match"),
-    [
-        ({}, {"hidden_states": X[0]}, r"\[B, T, hidden_size=16\], but got float32\[6, 16\]"),
-        ({}, {"hidden_states": (X, X)}, "but got 2 arrays. Pass masks as side inputs"),
-        ({"batch_size": 1}, {}, "at most batch_size=1 samples, but got 2"),
-        ({"max_seq_length": 5}, {}, "at most max_seq_length=5 positions, but got 6"),
-        (
-            {"fp16": True},
-            {"hidden_states": X.astype("bfloat16")},
-            "but got bfloat16, in which .* Leave fp16 out",
-        ),
-        (
-            {},
-            {"attention_mask": SEEN.astype(float)},
-            r"but got float32\[2, 6\]. Compare a float mask",
-        ),
-        (
-            {},
-            {"attention_mask": SEEN[:, :5]},
-            r"attention_mask must be .*\[2, 6\].* but got bool\[2, 5\]",
-        ),
-        (
-            {},
-            {"lengths": jnp.ones(3, int)},
-            r"lengths must hold integers of shape \[2\], but got int32\[3\]",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    config: dict[str, Any], given: dict[str, Any], match: str
-) -> None:
-    module = DeepSpeedTransformerLayer(make_config(**config))
-    with pytest.raises(LayerError, match=match):
-        module.apply({"params": weights()}, **{"hidden_states": X, **given})
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"hidden_states": X[0]}, r"\[B, T, hidden_size=16\], but got float32\[6, 16\]"),
+    ({}, {"hidden_states": (X, X)}, "but got 2 arrays. Pass masks as side inputs"),
+    ({"batch_size": 1}, {}, "at most batch_size=1 samples, but got 2"),
+    ({"max_seq_length": 5}, {}, "at most max_seq_length=5 positions, but got 6"),
+    (
+        *({"fp16": True}, {"hidden_states": X.astype("bfloat16")}),
+        "but got bfloat16, in which .* Leave fp16 out",
+    ),
+    ({}, {"attention_mask": SEEN.astype(float)}, r"got float32\[2, 6\]. Compare a float mask"),
+    ({}, {"attention_mask": SEEN[:, :5]}, r"attention_mask must .*\[2, 6\].* got bool\[2, 5\]"),
+    ({}, {"lengths": jnp.ones(3, int)}, r"lengths .* of shape \[2\], but got int32\[3\]"),
+]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for config, given, words in REFUSED:
+        module = DeepSpeedTransformerLayer(make_config(**config))
+        call = functools.partial(module.apply, {"params": weights()})
+        call = functools.partial(call, **{"hidden_states": X, **given})
+        check_refused(LayerError, [(words, call)])
 
 
 def test_what_is_no_configuration_or_number_is_refused() -> None:

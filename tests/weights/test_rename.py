@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _refused import check_refused
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict, unflatten_dict
@@ -123,23 +124,23 @@ def test_all_that_differs_is_named() -> None:
         assert text in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("entry", "text"),
-    [
-        (Rename("x", "9/none"), r"without an entry: 3/bias"),
-        (Rename("x.{i}", "3/bias", merge((0, 1))), r"same counters, but got \{i\} in 'x.\{i\}'"),
-        (Rename("x.{e}.{f}", "3/bias", stack()), r"one counter for the 2 tensors"),
-        (Rename("x", "3/bias", linear(2, 2)), r"for leaves of 4 dims"),
-        (Rename("x", ("3/bias", "3/scale"), split()), r"entries without a leaf: 3/scale"),
-        (Rename("wte.weight", "3/bias"), r"wte.weight for several leaves"),
-        (Rename("x", "1/out/bias"), r"'1/out/bias' in "),
-    ],
-)
-def test_tables_that_are_wrong(entry: Rename, text: str) -> None:
+WRONG = [
+    ("without an entry: 3/bias", Rename("x", "9/none")),
+    (r"same counters, but got \{i\} in 'x\.\{i\}'", Rename("x.{i}", "3/bias", merge((0, 1)))),
+    ("one counter for the 2 tensors", Rename("x.{e}.{f}", "3/bias", stack())),
+    ("for leaves of 4 dims", Rename("x", "3/bias", linear(2, 2))),
+    ("entries without a leaf: 3/scale", Rename("x", ("3/bias", "3/scale"), split())),
+    ("wte.weight for several leaves", Rename("wte.weight", "3/bias")),
+    ("'1/out/bias' in ", Rename("x", "1/out/bias")),
+]
+
+
+def test_tables_that_are_wrong() -> None:
     params = make_params()
     theirs = rename_back(params, RENAMES)
-    with pytest.raises(CheckpointError, match=text):
-        rename(theirs, (*RENAMES[:-1], entry), params)
+    for words, entry in WRONG:
+        table = (*RENAMES[:-1], entry)
+        check_refused(CheckpointError, [(words, rename)], theirs, table, params)
 
 
 def test_thousands_of_other_names_are_told_at_once() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from _disk_store import DiskStore
 from _no_descriptors import no_descriptors
+from _refused import check_refused
 from safetensors.numpy import save_file
 
 from jaxpipe._paths import any_path
@@ -69,215 +70,170 @@ def test_files_from_elsewhere_are_read(load: Load, tmp_path: Path) -> None:
     chex.assert_trees_all_equal(load(two_shards(tmp_path)), zeros, strict=True)
 
 
-def test_the_part_has_a_name(load: Load, tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"'params' or 'collections', but got part='opt_state'\. Write one"
-    ):
-        load(tmp_path, "opt_state")  # pyright: ignore[reportArgumentType]
+def saved(folder: Path, **files: str) -> Path:
+    """A folder of files, each with a tensor for every word."""
+    for file, names in files.items():
+        tensors = {name: np.zeros(2, np.float32) for name in names.split()}
+        save_file(tensors, folder / f"{file}.safetensors")
+    return folder
 
 
-def test_a_name_cannot_hold_others(load: Load, tmp_path: Path) -> None:
-    save_file(
-        {"a/b": np.zeros(1), "a": np.zeros(1), "a/b/c": np.zeros(1)}, tmp_path / "m.safetensors"
-    )
-    with pytest.raises(
-        CheckpointError, match=r"paths in a tree, but got 'a' and 'a/b'\. Rename the first"
-    ):
-        load(tmp_path)
-
-
-def test_a_name_has_no_end_of_parts(load: Load, tmp_path: Path) -> None:
-    for name in ("x" + "/x" * 100_000, "/" * 200_000):
-        write_header(tmp_path / "m.safetensors", {name: FLOAT}, b"four")
-        with pytest.raises(
-            CheckpointError,
-            match=r"paths of at most 100 parts, but got .* characters\) of \d+\. Rename",
-        ):
-            load(tmp_path)
-
-
-FLOAT = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-FLOAT8 = {"x": {"dtype": "F8_E5M2", "shape": [1], "data_offsets": [0, 1]}}
-SHORT = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
-TWICE = {
-    "x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
-    "y": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
-}
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda path: None,
-        lambda path: path.mkdir(),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_text("something else entirely"),
-        lambda path: write_header(path, SHORT, b"four"),
-        lambda path: write_header(path, TWICE, b"1"),
-        lambda path: write_header(path, FLOAT8, b"1"),
-    ],
-    ids=["missing", "folder", "empty", "text", "truncated", "overlapping", "float8"],
-)
-def test_what_is_no_safetensors_file_is_named(
-    load: Load, tmp_path: Path, write: Callable[[Path], Any]
-) -> None:
-    path = tmp_path / "m-00001-of-00001.safetensors"
-    write(path)
-    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": path.name}}))
-    if path.is_file():
-        with pytest.raises(
-            CheckpointError,
-            match=rf"{path.name} must be a safetensors file .* restore it, or export",
-        ):
-            load(path)
-        with pytest.raises(
-            CheckpointError,
-            match=rf"{path.name} must be a safetensors file .* restore it, or export",
-        ):
-            load(tmp_path)
-    else:
-        with pytest.raises(
-            CheckpointError,
-            match=rf"\['x'\]='{path.name}', which is missing\. Restore it, or export",
-        ):
-            load(tmp_path)
-
-
-def test_a_missing_file_is_named(load: Load, tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError,
-        match=r"none\.safetensors must be a safetensors file .*FileNotFound.* restore",
-    ):
-        load(tmp_path / "none.safetensors")
-    with pytest.raises(
-        CheckpointError,
-        match=r"index\.json must be a readable file, but got (No such|nothing is there).* restore",
-    ):
-        load(tmp_path / "none.safetensors.index.json")
-
-
-@pytest.mark.parametrize("names", [[], ["a.safetensors", "b.safetensors"]], ids=["none", "two"])
-def test_a_folder_must_hold_one(load: Load, tmp_path: Path, names: list[str]) -> None:
-    for name in names:
-        save_file({"x": np.zeros(1)}, tmp_path / name)
-    with pytest.raises(
-        CheckpointError,
-        # A folder without a file in it is not there on a store.
-        match=rf"with {', '.join(names) or 'none'}\. Pass the path of the file itself|nothing is",
-    ):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[]",
-        "{}",
-        '{"weight_map": {}}',
-        '{"weight_map": []}',
-        '{"weight_map": {"a": 1}}',
-        "\ud8ff",
-    ],
-    ids=["cut", "list", "other", "empty", "no map", "numbers", "bytes"],
-)
-def test_an_index_that_is_none_is_named(load: Load, tmp_path: Path, text: str) -> None:
-    index = tmp_path / "m.safetensors.index.json"
+def index_of(folder: Path, text: str) -> Path:
+    index = folder / "m.safetensors.index.json"
     index.write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(
-        CheckpointError, match=r"index\.json must be the index of shards.* Pass <name>\.safetensors"
-    ):
-        load(index)
+    return index
 
 
-@pytest.mark.parametrize(
-    "shard",
-    [
-        "../m-1.safetensors",
-        "/etc/passwd",
-        "sub/m-1.safetensors",
-        "..",
-        "",
-        "a\\b.safetensors",
-        "m-1.bin",
-    ],
-)
-def test_shards_lie_beside_their_index(load: Load, tmp_path: Path, shard: str) -> None:
-    index = two_shards(tmp_path, a=shard)
-    named = rf"its own folder, but got weight_map\['a'\]={re.escape(repr(shard))}\. Write its"
-    with pytest.raises(CheckpointError, match=named):
-        load(index)
+def indexed(folder: Path, write: Callable[[Path], object]) -> Path:
+    """The only shard of an index, as it is written."""
+    path = folder / "m-00001-of-00001.safetensors"
+    write(path)
+    index_of(folder, json.dumps({"weight_map": {"x": path.name}}))
+    return path
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "named"),
-    [
-        ({"a": "m-2.safetensors"}, "'a' at m-2.safetensors, while it is in no shard."),
-        ({"c": "m-1.safetensors"}, "'c' at m-1.safetensors, while it is in no shard."),
-        (
-            {"a": "m-2.safetensors", "b": "m-1.safetensors"},
-            "'a' at m-2.safetensors, while it is in m-1.safetensors.",
-        ),
-    ],
-    ids=["lost", "unknown", "swapped"],
-)
-def test_an_index_must_agree_with_its_shards(
-    load: Load, tmp_path: Path, weight_map: dict[str, str], named: str
-) -> None:
-    with pytest.raises(
-        CheckpointError, match=re.escape(named) + r" The files are not of one export"
-    ):
-        load(two_shards(tmp_path, **weight_map))
+def tensor(dtype: str, shape: list[Any], *offsets: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
 
 
-def test_a_tensor_must_be_in_one_shard(load: Load, tmp_path: Path) -> None:
-    index = two_shards(tmp_path)
-    save_file(
-        {"b": np.zeros(2, np.float32), "a": np.ones(2, np.float32)}, tmp_path / "m-2.safetensors"
-    )
-    with pytest.raises(
-        CheckpointError,
-        match=r"'a' in both m-1\.safetensors and m-2\.safetensors\. .* export again",
-    ):
-        load(index)
-    save_file(
-        {"b": np.zeros(2, np.float32), "c": np.ones(2, np.float32)}, tmp_path / "m-2.safetensors"
-    )
-    with pytest.raises(
-        CheckpointError, match=r"'c' at no place, while it is in m-2\.safetensors\. .* export again"
-    ):
-        load(index)
-
-
-ENTRY = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
-REFUSED: dict[str, Any] = {
-    "more than memory": {"a": {**ENTRY, "shape": [1 << 41], "data_offsets": [0, 1 << 43]}},
-    "more than the offsets": {"a": {**ENTRY, "shape": [1 << 36]}},
-    "too large to count": {"a": {**ENTRY, "shape": [1 << 62, 4]}},
-    "numbers as metadata": {"a": ENTRY, "__metadata__": {"b": 1}},
-    "list as metadata": {"a": ENTRY, "__metadata__": []},
-    "half of a letter": {"\ud800": ENTRY},
-    "no number": {"a": ENTRY, "__metadata__": {"b": float("nan")}},
-    "three offsets": {"a": {**ENTRY, "data_offsets": [0, 16, 16]}},
-    "negative shape": {"a": {**ENTRY, "shape": [-4, -1]}},
-    "truth as shape": {"a": {**ENTRY, "shape": [True, 4]}},
-    "backwards": {"a": {**ENTRY, "data_offsets": [16, 0]}},
+BYTE, FOUR = tensor("U8", [1], 0, 1), tensor("F32", [4], 0, 16)
+NO_FILES: list[Callable[[Path], object]] = [
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_text("something else entirely"),
+    lambda path: write_header(path, {"x": tensor("F32", [2], 0, 8)}, b"four"),
+    lambda path: write_header(path, {"x": BYTE, "y": BYTE}, b"1"),
+    lambda path: write_header(path, {"x": tensor("F8_E5M2", [1], 0, 1)}, b"1"),
+]
+NO_HEADERS: dict[str, dict[str, Any]] = {
+    "more than memory": {"a": tensor("F32", [1 << 41], 0, 1 << 43)},
+    "more than the offsets": {"a": tensor("F32", [1 << 36], 0, 16)},
+    "too large to count": {"a": tensor("F32", [1 << 62, 4], 0, 16)},
+    "numbers as metadata": {"a": FOUR, "__metadata__": {"b": 1}},
+    "list as metadata": {"a": FOUR, "__metadata__": []},
+    "half of a letter": {"\ud800": FOUR},
+    "no number": {"a": FOUR, "__metadata__": {"b": float("nan")}},
+    "three offsets": {"a": tensor("F32", [4], 0, 16, 16)},
+    "negative shape": {"a": tensor("F32", [-4, -1], 0, 16)},
+    "truth as shape": {"a": tensor("F32", [True, 4], 0, 16)},
+    "backwards": {"a": tensor("F32", [4], 16, 0)},
 }
+"""Which the library refuses; on a store, where it cannot open the file, they are refused alike."""
+REFUSED: list[tuple[str, Callable[[Load, Path], object]]] = [
+    (
+        r"'params' or 'collections', but got part='opt_state'\. Write one",
+        lambda load, at: load(at, "opt_state"),
+    ),
+    (
+        r"paths in a tree, but got 'a' and 'a/b'\. Rename the first",
+        lambda load, at: load(saved(at, m="a/b a a/b/c")),
+    ),
+    *(
+        (
+            r"paths of at most 100 parts, but got .* characters\) of \d+\. Rename",
+            lambda load, at, name=name: load(
+                write_header(at / "m.safetensors", {name: tensor("F32", [1], 0, 4)}, b"four").parent
+            ),
+        )
+        for name in ("x" + "/x" * 100_000, "/" * 200_000)
+    ),
+    *(
+        (
+            r"m-00001-of-00001\.safetensors must be a safetensors file .* restore it, or export",
+            lambda load, at, write=write, up=up: load(
+                [path := indexed(at, write), path.parent][up]
+            ),
+        )
+        for write in NO_FILES
+        for up in (False, True)
+    ),
+    *(
+        (
+            r"\['x'\]='m-00001-of-00001\.safetensors', which is missing\. Restore it, or export",
+            lambda load, at, write=write: load(indexed(at, write).parent),
+        )
+        for write in (lambda path: None, Path.mkdir)
+    ),
+    (
+        r"none\.safetensors must be a safetensors file .*FileNotFound.* restore",
+        lambda load, at: load(at / "none.safetensors"),
+    ),
+    (
+        r"index\.json must be a readable file, but got (No such|nothing is there).* restore",
+        lambda load, at: load(at / "none.safetensors.index.json"),
+    ),
+    # A folder without a file in it is not there on a store.
+    (
+        r"with none\. Pass the path of the file itself|nothing is",
+        lambda load, at: load(at),
+    ),
+    (
+        r"with a\.safetensors, b\.safetensors\. Pass the path of the file itself",
+        lambda load, at: load(saved(at, a="x", b="x")),
+    ),
+    *(
+        (
+            r"index\.json must be the index of shards.* Pass <name>\.safetensors",
+            lambda load, at, text=text: load(index_of(at, text)),
+        )
+        for text in (
+            *("{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}'),
+            *('{"weight_map": {"a": 1}}', "\ud8ff"),
+        )
+    ),
+    *(
+        (
+            rf"its own folder, but got weight_map\['a'\]={re.escape(repr(shard))}\. Write its",
+            lambda load, at, shard=shard: load(two_shards(at, a=shard)),
+        )
+        for shard in (
+            *("../m-1.safetensors", "/etc/passwd", "sub/m-1.safetensors", "..", ""),
+            *("a\\b.safetensors", "m-1.bin"),
+        )
+    ),
+    *(
+        (
+            rf"{lost}, while it is in {found}\. The files are not of one export",
+            lambda load, at, listed=listed: load(two_shards(at, **listed)),
+        )
+        for listed, lost, found in (
+            ({"a": "m-2.safetensors"}, r"'a' at m-2\.safetensors", "no shard"),
+            ({"c": "m-1.safetensors"}, r"'c' at m-1\.safetensors", "no shard"),
+            (
+                {"a": "m-2.safetensors", "b": "m-1.safetensors"},
+                *(r"'a' at m-2\.safetensors", r"m-1\.safetensors"),
+            ),
+        )
+    ),
+    (
+        r"'a' in both m-1\.safetensors and m-2\.safetensors\. .* export again",
+        lambda load, at: load([two_shards(at), saved(at, **{"m-2": "b a"})][0]),
+    ),
+    (
+        r"'c' at no place, while it is in m-2\.safetensors\. .* export again",
+        lambda load, at: load([two_shards(at), saved(at, **{"m-2": "b c"})][0]),
+    ),
+    *(
+        (
+            "but got SafetensorError: Error while deserializing",
+            lambda load, at, header=header: load(
+                write_header(at / "x.safetensors", header, bytes(16))
+            ),
+        )
+        for header in NO_HEADERS.values()
+    ),
+]
 
 
-@pytest.mark.parametrize("header", REFUSED.values(), ids=REFUSED)
-def test_a_header_is_refused_as_the_library_refuses_it(
-    load: Load, tmp_path: Path, header: dict[str, Any]
-) -> None:
-    """On a store too, where the library cannot open the file."""
-    path = write_header(tmp_path / "x.safetensors", header, bytes(16))
-    with pytest.raises(CheckpointError, match="but got SafetensorError: Error while deserializing"):
-        load(path)
+def test_refused(load: Load, tmp_path: Path) -> None:
+    for number, row in enumerate(REFUSED):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        check_refused(CheckpointError, [row], load, folder)
 
 
 def test_a_tensor_without_room_in_memory(tmp_path: Path) -> None:
     """The library panics there, which is no `Exception`."""
-    header = REFUSED["more than memory"]
+    header = NO_HEADERS["more than memory"]
     path = write_header(tmp_path / "x.safetensors", header, b"")
     os.truncate(path, path.stat().st_size + (1 << 43))  # of holes
     with pytest.raises(CheckpointError, match="must hold tensors that fit into this machine's mem"):
