@@ -1,7 +1,7 @@
 """What is refused: the error and the words of its message."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from jaxpipe.errors import JaxpipeError
 
 VALUE = re.compile(r"\b(but|got|not|without|no)\b")
-REPAIR = re.compile(r"[.?:;]\s+([-*] )?[A-Z].*[.?)]", re.DOTALL)
+REPAIR = re.compile(r"[.?:;]\s+\S.*[.?)]", re.DOTALL)
 """A further sentence: what to change."""
 
 
@@ -24,7 +24,31 @@ def assert_refused(
     text = ".*".join(map(re.escape, words.removeprefix("^").split(" ... ")))
     with pytest.raises(error, match=f"(?s){'^' * words.startswith('^')}{text}") as caught:
         call(*args, **kwargs)
-    if issubclass(error, JaxpipeError):
-        message = str(caught.value)
-        assert VALUE.search(message), f"without a value: {message}"
-        assert REPAIR.search(message), f"without a repair: {message}"
+    assert not _lacks(caught.value)
+
+
+def check_refused(
+    error: type[Exception], table: Iterable[tuple[str, Callable[..., Any]]], *given: Any
+) -> None:
+    """Every call of a table, with what is given, raises the error with the words, a pattern."""
+    wrong: list[str] = []
+    for words, call in table:
+        try:
+            call(*given)
+        except error as caught:
+            if not re.search(words, str(caught)):
+                wrong.append(f"{words!r} is not in: {caught}")
+            wrong += _lacks(caught)
+        else:
+            wrong.append(f"nothing is raised with {words!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _lacks(error: Exception) -> list[str]:
+    """What every message of jaxpipe has, and this one has not."""
+    wanted = {"value": VALUE, "repair": REPAIR} if isinstance(error, JaxpipeError) else {}
+    return [
+        f"without a {name}: {error}"
+        for name, pattern in wanted.items()
+        if not pattern.search(str(error))
+    ]

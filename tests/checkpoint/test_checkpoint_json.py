@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 from _saved import change_index, copied, flip, make_engine, saved, trained
 from safetensors import safe_open
 

@@ -24,7 +24,7 @@ import pytest
 from _covering import slow_after
 from _no_descriptors import no_descriptors
 from _one_run import Run, assert_holds, entry, make_run
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe import RepeatingLoader
 from jaxpipe.checkpoint import _writer, committed_tags

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after, soak_after
-from _refused import check_refused
+from _refusals import check_refused
 from _saved import change_index, saved
 from _tolerances import assert_close
 from flax import nnx

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from _full import put
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe.config import PipelineConfig, config_from_args, load_config, resolve_batch_sizes
 from jaxpipe.errors import ConfigError, shown

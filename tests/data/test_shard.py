@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 from jax.sharding import Mesh
 
 from jaxpipe.data import Shard, process_shard

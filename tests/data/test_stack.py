@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe.data import MicrobatchStack, stack_microbatches
 from jaxpipe.errors import DataError

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 from _launching import ROOT
-from _refused import check_refused
+from _refusals import check_refused
 
 import jaxpipe
 from jaxpipe.distributed._devices import count_gpus

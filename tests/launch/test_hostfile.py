@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe.errors import LaunchError
 from jaxpipe.launch._hostfile import choose_nodes, read_hostfile

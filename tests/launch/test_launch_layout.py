@@ -1,7 +1,7 @@
 from functools import partial
 
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe.errors import LaunchError
 from jaxpipe.launch._layout import Layout, Node, read_slots

@@ -3,7 +3,7 @@ import socket
 from functools import partial
 
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe.distributed import read_address
 from jaxpipe.errors import LaunchError

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _covering import soak_after
-from _refused import check_refused
+from _refusals import check_refused
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 from flax import nnx
 
 from jaxpipe.errors import LayerError

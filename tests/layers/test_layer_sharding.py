@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _covering import slow_after, soak_after
-from _refused import check_refused
+from _refusals import check_refused
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe import PipelineModule
 from jaxpipe.config import ConfigWarning

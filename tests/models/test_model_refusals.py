@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from _published_models import PUBLISHED
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.models import (

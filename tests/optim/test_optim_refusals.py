@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.optim import (

@@ -15,7 +15,7 @@ import optax
 import pytest
 from _covering import slow_after, soak_after
 from _optimizers import refusing_empty_trees
-from _refused import check_refused
+from _refusals import check_refused
 from _settings import make_settings
 from _tolerances import assert_close
 

@@ -8,7 +8,7 @@ from itertools import combinations, product
 from random import Random
 
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.partition import needs_shapes, partition_layers, profile_source

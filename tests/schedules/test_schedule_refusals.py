@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 from _schedules import FoldedSchedule
 
 from jaxpipe.errors import ScheduleError

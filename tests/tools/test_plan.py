@@ -20,7 +20,7 @@ import numpy as np
 import optax
 import pytest
 from _covering import slow_after
-from _refused import check_refused
+from _refusals import check_refused
 
 import jaxpipe
 from jaxpipe.__main__ import main

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _covering import slow_after, soak_after
-from _refused import check_refused
+from _refusals import check_refused
 from _tolerances import assert_close
 
 from jaxpipe import attention

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _covering import slow_after
-from _refused import check_refused
+from _refusals import check_refused
 from _tolerances import assert_close
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe import DeepSpeedTransformerConfig
 from jaxpipe.config import ConfigWarning

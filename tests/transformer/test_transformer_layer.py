@@ -14,7 +14,7 @@ import pytest
 from _covering import slow_after
 from _reference import dropout_of
 from _reference import layer as reference
-from _refused import check_refused
+from _refusals import check_refused
 from _tolerances import assert_close
 from flax.core import meta
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _refused import check_refused
+from _refusals import check_refused
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict, unflatten_dict

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from _disk_store import DiskStore
 from _no_descriptors import no_descriptors
-from _refused import check_refused
+from _refusals import check_refused
 from safetensors.numpy import save_file
 
 from jaxpipe._paths import any_path
