@@ -398,7 +398,8 @@ def _next_token(length: int) -> Measure:
         if getattr(logits, "ndim", 0) != 3 or logits.shape[1] != length:
             raise LayerError(
                 f"generate must be given a model that returns logits [samples, {length}, "
-                f"vocab_size], one for each token, but got {shown(logits)}."
+                f"vocab_size], one for each token, but got {shown(logits)}. Let the last layer "
+                "keep all positions."
             )
         at = logits[jnp.arange(positions.shape[0]), positions]
         # Logits may be split over the stages; only those of one position are gathered.
@@ -465,7 +466,7 @@ def _checked_prompts(
     if given.max() > length:
         raise DataError(
             f"lengths must be at most the length of the padded prompts, {length}, but got "
-            f"{given.max()}."
+            f"{given.max()}. Count the tokens of each prompt without padding."
         )
     count = as_integer(options.max_new_tokens, 1)
     seed = as_integer(options.seed, 0)
@@ -476,14 +477,15 @@ def _checked_prompts(
     if end is not None and (as_integer(end, 0) is None or end > largest):
         raise ConfigError(
             f"eos_token_id must be one token, an integer from 0 to {largest} as in the prompts' "
-            f"dtype, but got {end!r}."
+            f"dtype, but got {end!r}. Pass the tokenizer's eos_token_id, or None."
         )
     is_seed = seed is not None and seed < 1 << 31
     if count is None or not is_seed or temperature is None or temperature < 0:
         raise ConfigError(
             "generate must have max_new_tokens of at least 1, a temperature of at least 0 and a "
             f"seed from 0 to 2**31 - 1, but got max_new_tokens={options.max_new_tokens!r}, "
-            f"temperature={options.temperature!r} and seed={options.seed!r}."
+            f"temperature={options.temperature!r} and seed={options.seed!r}. Change the one that "
+            "is out of range."
         )
     return prompts, given.astype(np.int32), count
 

@@ -74,7 +74,8 @@ class BatchIO:
         Raises:
             DataError: The structure, shapes or dtypes differ. The message names the leaf.
         """
-        self._check_struct(struct_of(split_entry(batch, "the batch")))
+        whole = struct_of(split_entry(batch, "the batch"))
+        check_batch(whole, self.struct, self.microbatch_size, self.num_replicas)
 
     def place(self, batch: BatchLike, replicas: range | None = None) -> Batch:
         """Put a batch on the devices.
@@ -97,15 +98,12 @@ class BatchIO:
         whole = struct_of(batch)
         if len(replicas) != self.num_replicas:
             whole = jax.tree.map(lambda x: _scaled(x, self.num_replicas, len(replicas)), whole)
-        self._check_struct(whole)
+        check_batch(whole, self.struct, self.microbatch_size, self.num_replicas)
         return jax.tree.map(
             lambda x, like: place_samples(x, like, replicas, self.num_replicas),
             batch,
             self.struct,
         )
-
-    def _check_struct(self, struct: Batch) -> None:
-        check_batch(struct, self.struct, self.microbatch_size, self.num_replicas)
 
 
 def _scaled(x: Any, num_replicas: int, num_given: int) -> Any:
