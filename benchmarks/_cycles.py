@@ -4,9 +4,9 @@ import re
 
 from benchmarks._kernels import Kernels
 from benchmarks.gpu_program._cost import Cost, Costs
-from jaxpipe.compiled import Instruction
+from jaxpipe.core.planner import kernel_s
 from jaxpipe.forecast import HARDWARE
-from jaxpipe.planner import kernel_s
+from jaxpipe.programs.compiled import Instruction
 
 CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9}
 """Published clock rates."""

@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-from jaxpipe.compiled import Array, Instruction, Module
+from jaxpipe.programs.compiled import Array, Instruction, Module
 
 _FREE = frozenset(
     {

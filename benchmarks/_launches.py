@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpipe.compiled import Module, Thunk, host_waits, read_thunks
+from jaxpipe.programs.compiled import Module, Thunk, host_waits, read_thunks
 
 _COLLECTIVES = {
     "kAllGather",

@@ -54,7 +54,7 @@ from jaxpipe.errors import counted as in_words
 from jaxpipe.forecast import HARDWARE, DeviceMemory
 from jaxpipe.layers import VocabEmbed, VocabHead
 from jaxpipe.losses import vocab_cross_entropy
-from jaxpipe.tools import compilable_devices
+from jaxpipe.tools.plan import compilable_devices
 
 STAGES, PLACES, MICROBATCHES = 8, 8, 16
 STREAM = {"whole": P(), "sequence": P(None, "model", None)}

@@ -31,9 +31,9 @@ from benchmarks._table import print_head, print_row
 from benchmarks.gpu_program._cost import Costs
 from benchmarks.gpu_program._jobs import SMOKE, Job
 from benchmarks.gpu_program._project import Simulation
-from jaxpipe.compiled import DUMP_OPTION
-from jaxpipe.executor import without_cache
+from jaxpipe.core.executor import without_cache
 from jaxpipe.forecast import HARDWARE
+from jaxpipe.programs.compiled import DUMP_OPTION
 
 _PLAIN = Job(
     "1f1b",

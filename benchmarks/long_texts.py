@@ -26,11 +26,11 @@ import optax
 
 import jaxpipe
 from benchmarks._table import print_head, print_row
-from jaxpipe.executor import without_cache
+from jaxpipe.core.executor import without_cache
 from jaxpipe.forecast import HARDWARE
 from jaxpipe.losses import cross_entropy
 from jaxpipe.models import LlamaConfig, llama
-from jaxpipe.tools import compilable_devices
+from jaxpipe.tools.plan import compilable_devices
 
 STAGES, MICROBATCHES, PLACES = 2, 4, 4
 

@@ -11,7 +11,7 @@ compare with one device, and last, with `--whole`, all default tests.
 A mutant that no test kills is either equal to the source, or a hole in the tests: write the test.
 
 Run: python -m benchmarks.mutants [--number 200] [--seed 0] [--rooms
-     executor,state,autodiff,schedules] [--whole] [--out mutants.jsonl]
+     core/executor,core/state,programs/autodiff,schedules] [--whole] [--out mutants.jsonl]
 
 What `--out` holds already is not run again, so that a run may be stopped and continued.
 """
@@ -34,8 +34,8 @@ from typing import Any
 from benchmarks._table import print_head, print_row
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = "executor,state,autodiff,schedules"
-COMPARED = ("tests/executor", "tests/parity", "tests/sharding", "tests/pipeline")
+ROOMS = "core/executor,core/state,programs/autodiff,schedules"
+COMPARED = ("tests/core/executor", "tests/parity", "tests/sharding", "tests/core/pipeline")
 """Tests that compare with one device, whatever room the fault is in."""
 SECONDS = 1500
 """Longer than any of the runs takes: a mutant that waits for ever is killed, too."""
@@ -178,12 +178,12 @@ def killer(mutant: Mutant, project: Path, *, whole: bool) -> str:
     source = path.read_bytes()
     path.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.stop :])
     try:
-        room, name = Path(mutant.file).parts[-2:]
+        changed = Path(mutant.file)
+        room = Path("tests", *changed.parts[1:-1])
         own = sorted(
-            str(p.relative_to(ROOT))
-            for p in (ROOT / "tests" / room).glob(f"test_*{name.strip('_')}")
+            str(p.relative_to(ROOT)) for p in (ROOT / room).glob(f"test_*{changed.name.strip('_')}")
         )
-        for chosen in (own, [f"tests/{room}"], COMPARED, *([["tests"]] if whole else [])):
+        for chosen in (own, [str(room)], COMPARED, *([["tests"]] if whole else [])):
             if chosen and not _pass(chosen, project):
                 return " ".join(chosen)
         return ""

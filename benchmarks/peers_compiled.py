@@ -57,7 +57,7 @@ from benchmarks.gpu_program._jobs import Job
 from benchmarks.gpu_program._models import Embed, Head, attend, cross_entropy
 from benchmarks.gpu_program._project import Simulation, lockstep
 from jaxpipe.checkpointing import current_settings, use_settings
-from jaxpipe.executor import without_cache
+from jaxpipe.core.executor import without_cache
 from jaxpipe.forecast import HARDWARE
 
 JOBS = {

@@ -17,7 +17,7 @@ from benchmarks._compiled import planned_bytes
 from benchmarks._table import print_head, print_row
 from benchmarks.gpu_program._jobs import Job
 from jaxpipe.config import TrainConfig
-from jaxpipe.executor import without_cache
+from jaxpipe.core.executor import without_cache
 
 
 @dataclass(frozen=True)

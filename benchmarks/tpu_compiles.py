@@ -30,9 +30,9 @@ import jaxpipe
 from benchmarks._compiled import first_line, planned_bytes
 from benchmarks._small_models import MODELS
 from benchmarks._table import print_head, print_row
-from jaxpipe.executor import without_cache
+from jaxpipe.core.executor import without_cache
 from jaxpipe.forecast import HARDWARE
-from jaxpipe.tools import compilable_devices
+from jaxpipe.tools.plan import compilable_devices
 
 SAMPLES, MICROBATCHES, DEVICES = 2, 8, 8
 

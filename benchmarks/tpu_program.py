@@ -24,11 +24,11 @@ import jaxpipe
 from benchmarks._compiled import planned_bytes
 from benchmarks._cycles import CLOCK_HZ, kernel_cycles
 from benchmarks._table import print_head, print_row
-from jaxpipe.compiled import Module
-from jaxpipe.executor import without_cache
+from jaxpipe.core.executor import without_cache
 from jaxpipe.forecast import HARDWARE
 from jaxpipe.models import LlamaConfig, llama
-from jaxpipe.tools import compilable_devices
+from jaxpipe.programs.compiled import Module
+from jaxpipe.tools.plan import compilable_devices
 
 SCHEDULES = {
     "1f1b": {"schedule": "1f1b"},

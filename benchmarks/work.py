@@ -33,8 +33,8 @@ import optax  # noqa: E402
 import jaxpipe  # noqa: E402
 from benchmarks._gpt import cross_entropy, gpt, tokens  # noqa: E402
 from benchmarks._table import print_head, print_row  # noqa: E402
-from jaxpipe.autodiff._policy import is_kept_in_branches  # noqa: E402
 from jaxpipe.config import PipelineConfig, TrainConfig  # noqa: E402
+from jaxpipe.programs.autodiff._policy import is_kept_in_branches  # noqa: E402
 from jaxpipe.topology import make_pipeline_mesh  # noqa: E402
 
 DIM, BLOCKS, TIME, MICROBATCH, MICROBATCHES = 256, 8, 128, 4, 8

@@ -24,30 +24,30 @@ from .config import (
     add_config_arguments as add_config_arguments,
 )
 from .data import RepeatingLoader as RepeatingLoader
-from .deepspeed import PipelineParallelGrid as PipelineParallelGrid
+from .distributed.topology import PipelineParallelGrid as PipelineParallelGrid
 from .distributed import init_distributed as init_distributed
 from .engine import (
     PipelineEngine as PipelineEngine,
     UnpipelinedEngine as UnpipelinedEngine,
     initialize as initialize,
 )
-from .executor import (
+from .core.executor import (
     Metrics as Metrics,
     microbatch_key as microbatch_key,
 )
-from .forecast import plan as plan
+from .tools.plan import plan as plan
 from .layers import (
     LayerSpec as LayerSpec,
     PipelineModule as PipelineModule,
     TiedLayerSpec as TiedLayerSpec,
 )
-from .pipeline import (
+from .core.pipeline import (
     Pipeline as Pipeline,
     describe_pipeline as describe_pipeline,
     make_pipeline as make_pipeline,
     mesh_for as mesh_for,
 )
-from .proof import prove as prove
+from .tools.prove import prove as prove
 from .schedules import (
     DataParallelSchedule as DataParallelSchedule,
     GPipeSchedule as GPipeSchedule,
@@ -56,13 +56,13 @@ from .schedules import (
     PipeSchedule as PipeSchedule,
     TrainSchedule as TrainSchedule,
 )
-from .state import TrainState as TrainState
-from .topology import (
+from .core.state import TrainState as TrainState
+from .distributed.topology import (
     PipeDataParallelTopology as PipeDataParallelTopology,
     PipeModelDataParallelTopology as PipeModelDataParallelTopology,
     ProcessTopology as ProcessTopology,
 )
-from .transformer import (
+from .models.transformer import (
     DeepSpeedTransformerConfig as DeepSpeedTransformerConfig,
     DeepSpeedTransformerLayer as DeepSpeedTransformerLayer,
     attention as attention,

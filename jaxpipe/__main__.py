@@ -52,13 +52,13 @@ def _launch(words: list[str], prog: str) -> int:
 
 
 def _plan(words: list[str], prog: str) -> int:
-    from jaxpipe.tools import plan_command
+    from jaxpipe.tools.plan import plan_command
 
     return plan_command(words, prog)
 
 
 def _prove(words: list[str], prog: str) -> int:
-    from jaxpipe.proof import main
+    from jaxpipe.tools.prove import main
 
     return main(words, prog)
 
@@ -66,8 +66,8 @@ def _prove(words: list[str], prog: str) -> int:
 def _config(words: list[str], prog: str) -> int:
     from jaxpipe.config import main
     from jaxpipe.optim import optim_values
-    from jaxpipe.partition import METHOD_NAMES
     from jaxpipe.schedules import schedule_names
+    from jaxpipe.schedules.partition import METHOD_NAMES
 
     # Names that keys may have as values, from the packages that define them.
     values = {

@@ -4,32 +4,34 @@ Here *checkpointing* means DeepSpeed's activation checkpointing: the inner activ
 are recomputed in the backward pass instead of stored. For files on disk see `jaxpipe.checkpoint`.
 """
 
-from jaxpipe.deepspeed import CheckpointFunction as CheckpointFunction
-from jaxpipe.deepspeed import CudaRNGStatesTracker as CudaRNGStatesTracker
-from jaxpipe.deepspeed import RNGState as RNGState
-from jaxpipe.deepspeed import get_cuda_rng_tracker as get_cuda_rng_tracker
-from jaxpipe.deepspeed import model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed
-from jaxpipe.deepspeed import (
+from jaxpipe.engine.deepspeed import CheckpointFunction as CheckpointFunction
+from jaxpipe.engine.deepspeed import CudaRNGStatesTracker as CudaRNGStatesTracker
+from jaxpipe.engine.deepspeed import RNGState as RNGState
+from jaxpipe.engine.deepspeed import get_cuda_rng_tracker as get_cuda_rng_tracker
+from jaxpipe.engine.deepspeed import (
+    model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed,
+)
+from jaxpipe.engine.deepspeed import (
     model_parallel_reconfigure_tp_seed as model_parallel_reconfigure_tp_seed,
 )
-from jaxpipe.deepspeed import non_reentrant_checkpoint as non_reentrant_checkpoint
-from jaxpipe.deepspeed import reset as reset
-from jaxpipe.deepspeed import set_num_layers as set_num_layers
-from jaxpipe.recompute import REDUCED as REDUCED
-from jaxpipe.recompute import RecomputeSettings as RecomputeSettings
-from jaxpipe.recompute import checkpoint as checkpoint
-from jaxpipe.recompute import configure as configure
-from jaxpipe.recompute import current_settings as current_settings
-from jaxpipe.recompute import is_configured as is_configured
-from jaxpipe.recompute import keep_kernels as keep_kernels
-from jaxpipe.recompute import (
+from jaxpipe.engine.deepspeed import non_reentrant_checkpoint as non_reentrant_checkpoint
+from jaxpipe.engine.deepspeed import reset as reset
+from jaxpipe.engine.deepspeed import set_num_layers as set_num_layers
+from jaxpipe.layers.recompute import REDUCED as REDUCED
+from jaxpipe.layers.recompute import RecomputeSettings as RecomputeSettings
+from jaxpipe.layers.recompute import checkpoint as checkpoint
+from jaxpipe.layers.recompute import configure as configure
+from jaxpipe.layers.recompute import current_settings as current_settings
+from jaxpipe.layers.recompute import is_configured as is_configured
+from jaxpipe.layers.recompute import keep_kernels as keep_kernels
+from jaxpipe.layers.recompute import (
     partition_activations_in_checkpoint as partition_activations_in_checkpoint,
 )
-from jaxpipe.recompute import reduced as reduced
-from jaxpipe.recompute import save_reduced as save_reduced
-from jaxpipe.recompute import save_whole as save_whole
-from jaxpipe.recompute import settings_for as settings_for
-from jaxpipe.recompute import use_settings as use_settings
+from jaxpipe.layers.recompute import reduced as reduced
+from jaxpipe.layers.recompute import save_reduced as save_reduced
+from jaxpipe.layers.recompute import save_whole as save_whole
+from jaxpipe.layers.recompute import settings_for as settings_for
+from jaxpipe.layers.recompute import use_settings as use_settings
 
 __all__ = [
     "REDUCED",

@@ -2,8 +2,8 @@
 
 import sys
 
-from jaxpipe.planner import ASSUMED, HARDWARE, DeviceMemory, Forecast, Hardware, StageForecast
-from jaxpipe.tools import Alternative, CompiledStep, StepPlan, plan, plan_command
+from jaxpipe.core.planner import ASSUMED, HARDWARE, DeviceMemory, Forecast, Hardware, StageForecast
+from jaxpipe.tools.plan import Alternative, CompiledStep, StepPlan, plan, plan_command
 
 __all__ = [
     "ASSUMED",

@@ -12,8 +12,8 @@ from _models import ALL_MODELS, LENGTH, VOCAB
 
 import jaxpipe
 from jaxpipe import PipelineEngine, PipelineModule, ProcessTopology
-from jaxpipe.executor import _batch
-from jaxpipe.state import read_leaf, state_arrays
+from jaxpipe.core.executor import _batch
+from jaxpipe.core.state import read_leaf, state_arrays
 
 BATCH = 8
 LARGE = _batch.LARGE

@@ -7,7 +7,7 @@ from typing import Any
 import obstore.store
 import pytest
 
-from jaxpipe._paths import any_path, local_path
+from jaxpipe._util.paths import any_path, local_path
 from jaxpipe.checkpoint import find_checkpoint, load_safetensors, verify_checkpoint
 from jaxpipe.errors import CheckpointError, ConfigError, JaxpipeError, shown
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jaxpipe.monitor._csv import CSVMonitor
 from safetensors.numpy import save_file
 
-from jaxpipe._files import (
+from jaxpipe._util.files import (
     check_is_file,
     new_beside,
     open_to_append,
@@ -21,7 +22,6 @@ from jaxpipe._files import (
 from jaxpipe.config import CSVMonitorSection, load_config
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.monitor import Event
-from jaxpipe.monitor._csv import CSVMonitor
 from jaxpipe.schedules import draw
 from jaxpipe.transformer import DeepSpeedTransformerConfig
 from jaxpipe.weights import load_safetensors, read_config_json

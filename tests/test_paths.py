@@ -17,8 +17,8 @@ import pytest
 
 import jaxpipe
 from jaxpipe import checkpoint
-from jaxpipe._paths import any_path, local_path
-from jaxpipe._stores import StorePath
+from jaxpipe._util.paths import any_path, local_path
+from jaxpipe._util.stores import StorePath
 from jaxpipe.checkpoint import CheckpointWriter, RunState
 from jaxpipe.checkpoint.__main__ import main as checkpoint_command
 from jaxpipe.config import CSVMonitorSection, FlopsProfilerSection, TensorBoardSection, load_config
@@ -26,7 +26,7 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.launch import launch
 from jaxpipe.models import LlamaConfig
 from jaxpipe.schedules import draw
-from jaxpipe.tools import plan_command
+from jaxpipe.tools.plan import plan_command
 from jaxpipe.transformer import DeepSpeedTransformerConfig
 
 REMOTE = [

@@ -17,9 +17,11 @@ import numpy as np
 
 import jaxpipe
 from benchmarks.gpu_program._jobs import Job
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
+from jaxpipe.core.planner import absent_devices
 from jaxpipe.forecast import Hardware
-from jaxpipe.jaxpr import (
+from jaxpipe.optim import LossScaler
+from jaxpipe.programs.jaxpr import (
     ClosedJaxpr,
     Literal,
     ScanForm,
@@ -30,9 +32,7 @@ from jaxpipe.jaxpr import (
     scan_form,
     scope_of,
 )
-from jaxpipe.jaxpr import primitives as names
-from jaxpipe.optim import LossScaler
-from jaxpipe.planner import absent_devices
+from jaxpipe.programs.jaxpr import primitives as names
 
 _EXCHANGE = "ppermute"
 _SUMS = {"psum", "psum_invariant", "pmax", "pmin", "pvary"}

@@ -22,11 +22,11 @@ from benchmarks._compiled import GRAPHS, GRAPHS_OPTION, first_line, planned_byte
 from benchmarks._launches import steady_launches
 from benchmarks.gpu_program._jobs import JOBS, SMOKE, Job
 from benchmarks.gpu_program._models import HEAD_DIM
-from jaxpipe.compiled import DUMP_OPTION, Module
-from jaxpipe.executor import without_cache
+from jaxpipe.core.executor import without_cache
+from jaxpipe.core.planner import named_hardware
 from jaxpipe.forecast import HARDWARE, Hardware
-from jaxpipe.planner import named_hardware
-from jaxpipe.tools import compilable_devices
+from jaxpipe.programs.compiled import DUMP_OPTION, Module
+from jaxpipe.tools.plan import compilable_devices
 
 from ._one_stage import OneStage
 

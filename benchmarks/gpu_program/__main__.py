@@ -40,9 +40,9 @@ from benchmarks._compiled import GRAPHS, GRAPHS_OPTION, planned_bytes
 from benchmarks._kernels import Kernels
 from benchmarks._launches import steady_launches
 from benchmarks._table import print_head, print_row
-from jaxpipe.compiled import DUMP_OPTION
-from jaxpipe.executor import without_cache
+from jaxpipe.core.executor import without_cache
 from jaxpipe.forecast import HARDWARE
+from jaxpipe.programs.compiled import DUMP_OPTION
 
 from ._cost import CATEGORIES, Costs
 from ._jobs import JOBS, SMOKE, Job

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks._kernels import Kernels
-from jaxpipe.compiled import Instruction
+from jaxpipe.core.planner import collective_s, kernel_s
 from jaxpipe.forecast import Hardware
-from jaxpipe.planner import collective_s, kernel_s
+from jaxpipe.programs.compiled import Instruction
 
 CATEGORIES = (
     "gemm",

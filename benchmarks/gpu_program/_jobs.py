@@ -16,7 +16,7 @@ import jaxpipe
 from jaxpipe import models
 from jaxpipe.config import BF16Section, PipelineConfig, TrainConfig, ZeroSection
 from jaxpipe.forecast import HARDWARE
-from jaxpipe.tools import compilable_devices
+from jaxpipe.tools.plan import compilable_devices
 
 from ._models import HEAD_DIM, GPT2Block, LlamaBlock, TensorParallelBlock, language_model
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxpipe.compiled import Instruction
+from jaxpipe.programs.compiled import Instruction
 from jaxpipe.schedules import TickProgram, TickRun
 
 from ._cost import Cost, Costs

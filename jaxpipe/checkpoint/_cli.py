@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpipe._imports import import_named
-from jaxpipe._paths import any_path, size_of
-from jaxpipe._stores import AnyPath
-from jaxpipe._text import format_bytes
+from jaxpipe._util.imports import import_named
+from jaxpipe._util.paths import any_path, size_of
+from jaxpipe._util.stores import AnyPath
+from jaxpipe._util.text import format_bytes
 from jaxpipe.errors import ConfigError, JaxpipeError, counted, printable, shown
 from jaxpipe.weights import Rename
 

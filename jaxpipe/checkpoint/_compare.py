@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxpipe.state import Leaf
+from jaxpipe.core.state import Leaf
 
 _SHOWN = 12
 

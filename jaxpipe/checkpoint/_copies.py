@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from jaxpipe.core.state import Leaf
 from jaxpipe.distributed import listed
 from jaxpipe.errors import CheckpointError
-from jaxpipe.state import Leaf
 
 _SHOWN = 4
 

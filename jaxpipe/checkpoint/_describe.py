@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpipe.core.pipeline import Pipeline
+from jaxpipe.core.state import TrainState, place_everywhere
 from jaxpipe.layers import format_struct, join_path
 from jaxpipe.optim import LossScaler
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.state import TrainState, place_everywhere
 
 from ._index import StoredLayer
 

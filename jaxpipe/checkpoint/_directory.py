@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
 
-from jaxpipe._files import parse_json
-from jaxpipe._paths import any_path, read_any
-from jaxpipe._stores import AnyPath, StorePath, at_once
+from jaxpipe._util.files import parse_json
+from jaxpipe._util.paths import any_path, read_any
+from jaxpipe._util.stores import AnyPath, StorePath, at_once
 from jaxpipe.distributed import log
 from jaxpipe.errors import CheckpointError, shown
 

@@ -12,12 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._files import advice, parse_json
-from jaxpipe._paths import read_any
-from jaxpipe._stores import AnyPath
+from jaxpipe._util.files import advice, parse_json
+from jaxpipe._util.paths import read_any
+from jaxpipe._util.stores import AnyPath
+from jaxpipe.core.state import Leaf, Span
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import LORA_PARAMETERS
-from jaxpipe.state import Leaf, Span
 
 from ._json import check_json, decode_state
 from ._struct import checked_struct, load_struct

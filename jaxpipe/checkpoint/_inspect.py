@@ -9,10 +9,10 @@ from os import PathLike
 
 import jax.numpy as jnp
 
-from jaxpipe._stores import StorePath
-from jaxpipe._text import format_bytes, format_table
+from jaxpipe._util.stores import StorePath
+from jaxpipe._util.text import format_bytes, format_table
+from jaxpipe.core.state import Leaf
 from jaxpipe.errors import CheckpointError, counted
-from jaxpipe.state import Leaf
 
 from ._directory import committed_tags
 from ._index import Index, StoredLayer

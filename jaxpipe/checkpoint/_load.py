@@ -9,13 +9,21 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._stores import StorePath
-from jaxpipe._typing import PyTree
+from jaxpipe._util.stores import StorePath
+from jaxpipe._util.typing import PyTree
+from jaxpipe.core.pipeline import Pipeline
+from jaxpipe.core.state import (
+    HostRows,
+    Leaf,
+    Source,
+    TrainState,
+    read_leaf,
+    state_arrays,
+    with_arrays,
+)
 from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import join_path, split_path, unflatten_dict
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.state import HostRows, Leaf, Source, TrainState, read_leaf, state_arrays, with_arrays
 
 from ._compare import Comparison, compare
 from ._describe import load_scalars

@@ -16,7 +16,7 @@ import errno
 import secrets
 from collections.abc import Mapping
 
-from jaxpipe._stores import StorePath, read_version, replace_version
+from jaxpipe._util.stores import StorePath, read_version, replace_version
 
 from ._lock import Lock
 from ._owner import Owner

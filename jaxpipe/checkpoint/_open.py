@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TypeVar
 
-from jaxpipe._paths import any_path
-from jaxpipe._stores import AnyPath, StorePath
+from jaxpipe._util.paths import any_path
+from jaxpipe._util.stores import AnyPath, StorePath
 from jaxpipe.errors import CheckpointError
 
 from ._directory import (

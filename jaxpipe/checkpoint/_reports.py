@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe._stores import AnyPath, at_once
+from jaxpipe._util.stores import AnyPath, at_once
 
 from ._copies import Hashes
 from ._storage import present, send

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from jaxpipe._paths import read_any
-from jaxpipe._stores import AnyPath, StoreError, StorePath, at_once, staging_folder, upload
+from jaxpipe._util.paths import read_any
+from jaxpipe._util.stores import AnyPath, StoreError, StorePath, at_once, staging_folder, upload
 
 _MANIFEST = "manifest.ocdbt"
 _PROCESS = "ocdbt.process_"

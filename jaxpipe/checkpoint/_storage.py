@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jaxpipe._files import advice, sync
-from jaxpipe._stores import AnyPath, StoreError, StorePath, remove_tree
+from jaxpipe._util.files import advice, sync
+from jaxpipe._util.stores import AnyPath, StoreError, StorePath, remove_tree
 
 PARTIAL = ".partial"
 MARK = ".jaxpipe"

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._files import lacks_descriptors
-from jaxpipe._stores import AnyPath, StoreError
+from jaxpipe._util.files import lacks_descriptors
+from jaxpipe._util.stores import AnyPath, StoreError
 from jaxpipe.errors import CheckpointError
 
 from ._index import StoredArray

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 
 _NAME = re.compile("[a-z][a-z0-9_]{0,31}")  # NumPy parses other names as Python
 _MOST_DIMS = 32

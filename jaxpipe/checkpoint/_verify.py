@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import dataclass
 from os import PathLike
 
-from jaxpipe._stores import AnyPath, StorePath
+from jaxpipe._util.stores import AnyPath, StorePath
 from jaxpipe.errors import CheckpointError
 
 from ._open import Checkpoint, open_checkpoint, reread

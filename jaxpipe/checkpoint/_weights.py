@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._paths import any_path
-from jaxpipe._stores import AnyPath, StorePath
+from jaxpipe._util.paths import any_path
+from jaxpipe._util.stores import AnyPath, StorePath
+from jaxpipe.core.pipeline import Pipeline
+from jaxpipe.core.state import Leaf, TrainState
 from jaxpipe.distributed import run_on_all
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import merge_lora
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.state import Leaf, TrainState
 from jaxpipe.weights import (
     CONFIG,
     Match,

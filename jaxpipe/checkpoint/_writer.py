@@ -22,15 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._exit import before_exit, fail_at_exit
-from jaxpipe._paths import any_path
-from jaxpipe._stores import AnyPath, StoreError, StorePath
+from jaxpipe._util.exit import before_exit, fail_at_exit
+from jaxpipe._util.paths import any_path
+from jaxpipe._util.stores import AnyPath, StoreError, StorePath
+from jaxpipe.core.pipeline import Pipeline
+from jaxpipe.core.state import Leaf, TrainState, state_arrays
 from jaxpipe.distributed import gather_texts, log, run_on_all
+from jaxpipe.distributed.topology import mesh_shape
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import join_path
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.state import Leaf, TrainState, state_arrays
-from jaxpipe.topology import mesh_shape
 
 from ._copies import Hashes, merge_hashes
 from ._describe import adapter_keys, describe_layers, dump_scalars, library_versions, scalar_arrays

@@ -8,8 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from jaxpipe._files import read_file
-from jaxpipe._paths import local_path
+from jaxpipe._util.files import read_file
+from jaxpipe._util.paths import local_path
 from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
-from jaxpipe._numbers import plain
+from jaxpipe._util.numbers import plain
 
 from ._values import (
     Reader,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
-from jaxpipe._numbers import as_flag, as_number, plain
+from jaxpipe._util.numbers import as_flag, as_number, plain
 from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector

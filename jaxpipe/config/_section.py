@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
-from jaxpipe._numbers import as_flag, plain
+from jaxpipe._util.numbers import as_flag, plain
 from jaxpipe.errors import ConfigError, cut, nearest, shown
 
 from ._collect import Collector

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
-from jaxpipe._numbers import as_flag, as_integer, as_number
-from jaxpipe._paths import any_path, local_path
-from jaxpipe._stores import AnyPath
+from jaxpipe._util.numbers import as_flag, as_integer, as_number
+from jaxpipe._util.paths import any_path, local_path
+from jaxpipe._util.stores import AnyPath
 from jaxpipe.errors import ConfigError, nearest, shown
 
 from ._collect import Collector

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxpipe._numbers import as_integer
+from jaxpipe._util.numbers import as_integer
 
 from ._section import Section, setting
 from ._values import wrong_value

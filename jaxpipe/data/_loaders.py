@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
-from jaxpipe._numbers import as_flag
+from jaxpipe._util.numbers import as_flag
 from jaxpipe.errors import DataError
 
 from ._place import epoch_holder, get_place, has_place, set_place

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe.distributed.topology import FSDP, num_batch_shards
 from jaxpipe.errors import TopologyError
-from jaxpipe.topology import FSDP, num_batch_shards
 
 
 @dataclass(frozen=True)

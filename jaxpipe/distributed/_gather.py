@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe._mesh import off_mesh
+from jaxpipe._util.mesh import off_mesh
 
 
 @off_mesh

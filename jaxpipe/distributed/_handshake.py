@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe._mesh import off_mesh
+from jaxpipe._util.mesh import off_mesh
 from jaxpipe.errors import LaunchError
 
 from ._gather import gather_numbers

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.checkpoint import library_versions
 from jaxpipe.config import TrainConfig, without_secrets
+from jaxpipe.core.pipeline import Pipeline
 from jaxpipe.distributed import checksum, compiler_variables, gather_numbers, gather_texts, listed
+from jaxpipe.engine.monitor import MONITOR_SECTIONS
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule, format_struct, struct_of
-from jaxpipe.monitor import MONITOR_SECTIONS
-from jaxpipe.pipeline import Pipeline
 
 SAME_START = "Start all with the same program, arguments, configuration, packages and environment."
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from jaxpipe._files import write_file
+from jaxpipe._util.files import write_file
+from jaxpipe.core.pipeline import Pipeline
+from jaxpipe.core.state import TrainState
 from jaxpipe.data import Batch
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.state import TrainState
 
 from ._compile import Reporter
 from ._layer_profiles import format_profile, layer_profiles, memory_line

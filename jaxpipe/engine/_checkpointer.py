@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxpipe._imports import raised
-from jaxpipe._paths import any_path
-from jaxpipe._stores import AnyPath, StorePath
+from jaxpipe._util.imports import raised
+from jaxpipe._util.paths import any_path
+from jaxpipe._util.stores import AnyPath, StorePath
 from jaxpipe.checkpoint import (
     Checkpoint,
     CheckpointWriter,

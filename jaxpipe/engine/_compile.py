@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from jaxpipe.core.executor import compile_program
 from jaxpipe.errors import printable
-from jaxpipe.executor import compile_program
 
 from ._alike import check_program
 

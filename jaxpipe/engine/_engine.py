@@ -15,21 +15,26 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe._files import write_file
-from jaxpipe._numbers import as_integer
-from jaxpipe._paths import local_path
-from jaxpipe._typing import PyTree
+from jaxpipe._util.files import write_file
+from jaxpipe._util.numbers import as_integer
+from jaxpipe._util.paths import local_path
+from jaxpipe._util.typing import PyTree
 from jaxpipe.config import BatchSizes, TrainConfig, without_secrets
+from jaxpipe.core.executor import Metrics
+from jaxpipe.core.pipeline import ChosenOptimizer, Pipeline
+from jaxpipe.core.state import TrainState
 from jaxpipe.data import Batch, LoaderIterator, RepeatingLoader, Shard, split_entry
 from jaxpipe.distributed import check_equal, run_on_all
+from jaxpipe.distributed.topology import (
+    PipelineParallelGrid,
+    mesh_shape,
+    mesh_topology,
+    rank_devices,
+)
+from jaxpipe.engine.monitor import Monitor, check_monitors
 from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError
-from jaxpipe.executor import Metrics
 from jaxpipe.layers import PipelineModule
-from jaxpipe.monitor import Monitor, check_monitors
-from jaxpipe.pipeline import ChosenOptimizer, Pipeline
 from jaxpipe.schedules import Slice, timeline, trace_of
-from jaxpipe.state import TrainState
-from jaxpipe.topology import PipelineParallelGrid, mesh_shape, mesh_topology, rank_devices
 from jaxpipe.weights import Rename
 
 from ._alike import describe_leaves

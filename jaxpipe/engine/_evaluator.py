@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._numbers import as_integer, as_number
-from jaxpipe._typing import PyTree
+from jaxpipe._util.numbers import as_integer, as_number
+from jaxpipe._util.typing import PyTree
+from jaxpipe.core.executor import SampleTerms
+from jaxpipe.core.pipeline import Pipeline, check_params_name
+from jaxpipe.core.state import TrainState
 from jaxpipe.data import Batch, MicrobatchStack, RepeatingLoader, host_array, split_entry
 from jaxpipe.distributed import gather_numbers, log, run_on_all
 from jaxpipe.errors import ConfigError, DataError, LayerError, PipelineError, shown
-from jaxpipe.executor import SampleTerms
-from jaxpipe.losses import log_probs, next_token_logits, put_together
-from jaxpipe.pipeline import Pipeline, check_params_name
-from jaxpipe.state import TrainState
+from jaxpipe.layers.losses import log_probs, next_token_logits, put_together
 
 from ._outputs import split_samples
 from ._source import Entry

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._exit import before_exit
+from jaxpipe._util.exit import before_exit
 from jaxpipe.config import TrainConfig
+from jaxpipe.core.executor import Metrics
+from jaxpipe.core.state import TrainState
 from jaxpipe.errors import PipelineError
-from jaxpipe.executor import Metrics
 from jaxpipe.optim import LossScaler
-from jaxpipe.state import TrainState
 
 
 class _Step(NamedTuple):

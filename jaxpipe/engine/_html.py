@@ -3,9 +3,9 @@
 import html
 from collections.abc import Mapping
 
-from jaxpipe._text import html_table
+from jaxpipe._util.text import html_table
+from jaxpipe.core.pipeline import Pipeline
 from jaxpipe.layers import PipelineModule
-from jaxpipe.pipeline import Pipeline
 from jaxpipe.schedules import draw
 
 _CELL = "padding: 0.1em 1em 0.1em 0"

@@ -8,8 +8,9 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.config import Collector, TrainConfig, config_from_args
+from jaxpipe.core.pipeline import ConfigLike, Prepared, check_mesh, prepare, read_params
 from jaxpipe.data import BatchLoader, RepeatingLoader, process_shard
 from jaxpipe.distributed import (
     check_equal,
@@ -20,10 +21,9 @@ from jaxpipe.distributed import (
     names_other_processes,
     run_on_all,
 )
+from jaxpipe.engine.monitor import Monitor
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import PipelineModule
-from jaxpipe.monitor import Monitor
-from jaxpipe.pipeline import ConfigLike, Prepared, check_mesh, prepare, read_params
 
 from ._alike import SAME_START, describe_start, describe_state
 from ._compile import Reporter, print_line
@@ -138,7 +138,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's arguments
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
         >>> from jaxpipe.layers import LayerSpec
-        >>> from jaxpipe.topology import PipeDataParallelTopology
+        >>> from jaxpipe.distributed.topology import PipeDataParallelTopology
         >>> model = PipelineModule(
         ...     [LayerSpec(nn.Dense, 1)],
         ...     topology=PipeDataParallelTopology(1, 1),

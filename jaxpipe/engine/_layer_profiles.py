@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxpipe._text import format_table
+from jaxpipe._util.text import format_table
 from jaxpipe.config import FlopsProfilerSection
-from jaxpipe.jaxpr import num_flops, program_kernels
+from jaxpipe.core.pipeline import Pipeline
+from jaxpipe.core.planner import named_hardware
 from jaxpipe.layers import device_bytes
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.planner import named_hardware
+from jaxpipe.programs.jaxpr import num_flops, program_kernels
 
 from ._recorded import Operation
 

@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._typing import PyTree
-from jaxpipe.data import Batch
-from jaxpipe.errors import PipelineError
-from jaxpipe.executor import (
+from jaxpipe._util.typing import PyTree
+from jaxpipe.core.executor import (
     Metrics,
     PartialMetrics,
     ReportedMetrics,
     collections_after,
     loss_divisor,
 )
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.state import TrainState
+from jaxpipe.core.pipeline import Pipeline
+from jaxpipe.core.state import TrainState
+from jaxpipe.data import Batch
+from jaxpipe.errors import PipelineError
 
 
 @jax.tree_util.register_dataclass

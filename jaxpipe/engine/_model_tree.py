@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
+from jaxpipe.core.pipeline import Pipeline, check_opt_state, check_params, read_params
 from jaxpipe.layers import flatten_dict, unflatten_dict
-from jaxpipe.pipeline import Pipeline, check_opt_state, check_params, read_params
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
+from jaxpipe.core.pipeline import Pipeline
 from jaxpipe.data import Batch, host_array, split_entry
 from jaxpipe.errors import DataError, LayerError
 from jaxpipe.layers import format_struct
-from jaxpipe.pipeline import Pipeline
 
 
 def split_samples(

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.typing import Path, PyTree
 from jaxpipe.config import TrainConfig
+from jaxpipe.core.pipeline import Pipeline, entry_struct
 from jaxpipe.data import Batch, structures_differ
 from jaxpipe.distributed import log
+from jaxpipe.distributed.topology import num_batch_shards
 from jaxpipe.errors import DataError, counted
 from jaxpipe.layers import PipelineModule, flatten_dict, format_struct, struct_of
-from jaxpipe.partition import profile_source
-from jaxpipe.pipeline import Pipeline, entry_struct
-from jaxpipe.recompute import settings_for
-from jaxpipe.topology import num_batch_shards
+from jaxpipe.layers.recompute import settings_for
+from jaxpipe.schedules.partition import profile_source
 
 from ._hold import hold_signals
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jaxpipe.compiled import Module
 from jaxpipe.distributed import log
+from jaxpipe.programs.compiled import Module
 
 T = TypeVar("T")
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpipe.core.executor import Metrics
+from jaxpipe.core.pipeline import Hyperparams, Pipeline
 from jaxpipe.data import Batch
 from jaxpipe.errors import PipelineError
-from jaxpipe.executor import Metrics
 from jaxpipe.optim import next_hyperparams
-from jaxpipe.pipeline import Hyperparams, Pipeline
 
 from ._hold import hold_signals
 from ._layer_profiles import model_flops, peak_flops

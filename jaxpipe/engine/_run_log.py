@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from jaxpipe._numbers import as_integer
+from jaxpipe._util.numbers import as_integer
 from jaxpipe.checkpoint import library_versions
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.topology import mesh_shape
+from jaxpipe.core.pipeline import Pipeline
+from jaxpipe.distributed.topology import mesh_shape
 
 from ._reports import RATE, Reports
 from ._trainer import Trainer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.checkpoint import encode_state
 from jaxpipe.data import Batch, LoaderIterator, MicrobatchStack, get_place, has_place, set_place
 from jaxpipe.distributed import log

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.monitor import Event, Monitor, MonitorLog, asks_for_monitors, open_monitors
+from jaxpipe.engine.monitor import Event, Monitor, MonitorLog, asks_for_monitors, open_monitors
 
 from ._breakdown import Breakdown
 from ._reports import Reports

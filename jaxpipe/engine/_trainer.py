@@ -9,16 +9,16 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.config import TrainConfig
+from jaxpipe.core.pipeline import Pipeline
+from jaxpipe.core.state import TrainState, owned
 from jaxpipe.data import Batch, process_shard, split_entry
 from jaxpipe.distributed import Heartbeat
+from jaxpipe.distributed.topology import num_batch_shards
 from jaxpipe.errors import PipelineError
 from jaxpipe.layers import PipelineModule
 from jaxpipe.optim import LossScaler
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.state import TrainState, owned
-from jaxpipe.topology import num_batch_shards
 
 from ._compile import Compiler, Reporter
 from ._finite import FiniteWatch

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 
-from jaxpipe._mesh import no_mesh
+from jaxpipe._util.mesh import no_mesh
 from jaxpipe.errors import PipelineError
 
 T = TypeVar("T")

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.config import TrainConfig
+from jaxpipe.core.pipeline import ChosenOptimizer
+from jaxpipe.core.state import place_everywhere
 from jaxpipe.data import Batch, stack_microbatches
 from jaxpipe.errors import ConfigError, DataError, PipelineError
 from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec
-from jaxpipe.pipeline import ChosenOptimizer
-from jaxpipe.state import place_everywhere
 
 from ._engine import Engine
 from ._hold import hold_signals

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxpipe._paths import local_path
+from jaxpipe._util.paths import local_path
 from jaxpipe.distributed import whole_number
 from jaxpipe.errors import LaunchError, shown
 

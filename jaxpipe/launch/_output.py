@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO
 
-from jaxpipe._files import open_to_append
+from jaxpipe._util.files import open_to_append
 from jaxpipe.distributed import Tail
 from jaxpipe.errors import LaunchError
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._numbers import as_flag, as_integer
+from jaxpipe._util.numbers import as_flag, as_integer
+from jaxpipe.distributed.topology import ProcessTopology
 from jaxpipe.errors import LayerError, PartitionError, TopologyError
-from jaxpipe.topology import ProcessTopology
 
 
 def checked_stages(given: Any, topology: ProcessTopology | None) -> int:

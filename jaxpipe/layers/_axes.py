@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jaxpipe._mesh import NO_MESH
-from jaxpipe._typing import PyTree
+from jaxpipe._util.mesh import NO_MESH
+from jaxpipe._util.typing import PyTree
+from jaxpipe.distributed.topology import MANUAL_AXES
 from jaxpipe.errors import LayerError
-from jaxpipe.topology import MANUAL_AXES
 
 DATA = "data"
 

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from jaxpipe._typing import Path
+from jaxpipe._util.typing import Path
 from jaxpipe.errors import JaxpipeError, LayerError
 
 from ._adapters import LINEN_PROJECTIONS, NNX_PROJECTIONS, Adapters, LoraMark, adapted_call

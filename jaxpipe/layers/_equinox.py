@@ -11,7 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
 from ._protocol import (

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._typing import Path, PyTree
-from jaxpipe.topology import automatic_axes
+from jaxpipe._util.typing import Path, PyTree
+from jaxpipe.distributed.topology import automatic_axes
 
 from ._axes import call_on_one
 from ._build import NamedLayer

@@ -8,8 +8,8 @@ import flax.linen as nn
 import jax
 from flax.core import DenyList
 
-from jaxpipe._mesh import NO_MESH
-from jaxpipe._typing import PyTree
+from jaxpipe._util.mesh import NO_MESH
+from jaxpipe._util.typing import PyTree
 from jaxpipe.errors import LayerError
 
 from ._protocol import (

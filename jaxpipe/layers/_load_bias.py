@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 
 from ._marks import MarkBox, Marked
 

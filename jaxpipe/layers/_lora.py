@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpipe._numbers import as_integer
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.numbers import as_integer
+from jaxpipe._util.typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
 from ._adapters import Adapters

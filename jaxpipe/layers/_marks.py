@@ -6,7 +6,7 @@ from typing import Any
 from flax import nnx, struct
 from flax.core import meta
 
-from jaxpipe._typing import Path
+from jaxpipe._util.typing import Path
 
 
 class Marked(nnx.Param[Any]):

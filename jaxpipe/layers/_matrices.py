@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._typing import Path
-from jaxpipe.jaxpr import follow, primitives
+from jaxpipe._util.typing import Path
+from jaxpipe.programs.jaxpr import follow, primitives
 
 from ._model_trace import ModelTrace
 from ._tree import key_path

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxpipe._typing import Path, PyTree
-from jaxpipe.jaxpr import ClosedJaxpr, spec_axes
-from jaxpipe.partition import Tie
-from jaxpipe.topology import EXPERT, FSDP
+from jaxpipe._util.typing import Path, PyTree
+from jaxpipe.distributed.topology import EXPERT, FSDP
+from jaxpipe.programs.jaxpr import ClosedJaxpr, spec_axes
+from jaxpipe.schedules.partition import Tie
 
 from ._adapters import LoraParam
 from ._axes import on_mesh

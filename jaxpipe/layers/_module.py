@@ -9,10 +9,16 @@ from typing import Any
 
 import jax
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.typing import Path, PyTree
+from jaxpipe.distributed.topology import PipeDataParallelTopology, ProcessTopology, automatic_axes
 from jaxpipe.errors import LayerError, PartitionError, counted
-from jaxpipe.partition import Profile, is_method, needs_shapes, partition_layers, profile_source
-from jaxpipe.topology import PipeDataParallelTopology, ProcessTopology, automatic_axes
+from jaxpipe.schedules.partition import (
+    Profile,
+    is_method,
+    needs_shapes,
+    partition_layers,
+    profile_source,
+)
 
 from ._arguments import checked_class_names, checked_stages
 from ._build import NamedLayer, as_layers

@@ -16,9 +16,9 @@ from flax import nnx
 from flax.core import meta
 from jax.core import Tracer
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.jaxpr import ClosedJaxpr, value_numbers
+from jaxpipe.programs.jaxpr import ClosedJaxpr, value_numbers
 
 from ._adapters import LoraMark, adapted_nnx
 from ._axes import axis_fault, is_unbound_axis, on_mesh, one_device_mesh

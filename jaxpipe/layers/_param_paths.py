@@ -7,7 +7,7 @@ that layers of one key share. The paths never depend on how the model is cut int
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.typing import Path, PyTree
 from jaxpipe.errors import LayerError
 
 from ._adapters import LoraParam

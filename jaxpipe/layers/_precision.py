@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._typing import Path, PyTree
-from jaxpipe.jaxpr import ClosedJaxpr, all_equations, primitives
+from jaxpipe._util.typing import Path, PyTree
+from jaxpipe.programs.jaxpr import ClosedJaxpr, all_equations, primitives
 
 from ._tree import key_path
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax.core import FrozenDict
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.jaxpr import Same
+from jaxpipe.programs.jaxpr import Same
 
 Rngs = Mapping[str, jax.Array]
 Applied = tuple[PyTree, dict[str, PyTree], dict[str, PyTree]]

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
-from jaxpipe import recompute
-from jaxpipe._typing import PyTree
-from jaxpipe.autodiff import without_complex
+from jaxpipe._util.typing import PyTree
 from jaxpipe.errors import LayerError
+from jaxpipe.layers import recompute
+from jaxpipe.programs.autodiff import without_complex
 
 from ._protocol import Applied, Layer, LayerCall
 from ._wrapped import WrappedLayer

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 
 from ._build import NamedLayer
 from ._protocol import LayerCall, layer_rngs

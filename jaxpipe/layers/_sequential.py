@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from jaxpipe import recompute
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.typing import Path, PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
-from jaxpipe.jaxpr import check_jax
+from jaxpipe.layers import recompute
+from jaxpipe.programs.jaxpr import check_jax
 
 from ._arguments import LossTerms, checked_loss
 from ._axes import axis_fault, call_on_one, is_unbound_axis, one_device_mesh

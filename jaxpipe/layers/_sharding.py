@@ -11,10 +11,10 @@ from flax.core import meta
 from flax.linen import spmd
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.typing import Path, PyTree
+from jaxpipe.distributed.topology import FSDP, MANUAL_AXES, automatic_axes
 from jaxpipe.errors import LayerError, nearest
-from jaxpipe.jaxpr import spec_axes
-from jaxpipe.topology import FSDP, MANUAL_AXES, automatic_axes
+from jaxpipe.programs.jaxpr import spec_axes
 
 from ._marks import MarkBox, Marks
 from ._tree import key_path

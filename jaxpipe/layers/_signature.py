@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._typing import PyTree
-from jaxpipe.autodiff import differentiable, replace_differentiable
+from jaxpipe._util.typing import PyTree
 from jaxpipe.errors import JaxpipeError, LayerError
-from jaxpipe.jaxpr import program_key
+from jaxpipe.programs.autodiff import differentiable, replace_differentiable
+from jaxpipe.programs.jaxpr import program_key
 
 from ._build import NamedLayer
 from ._model_trace import ModelTrace

@@ -16,9 +16,9 @@ from flax.core import meta
 from flax.linen import dtypes as linen_dtypes
 from flax.nnx.nn import dtypes as nnx_dtypes
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.errors import LayerError, shown
-from jaxpipe.losses import SplitLogits
+from jaxpipe.layers.losses import SplitLogits
 
 from ._build import NamedLayer
 from ._linen import LinenLayer

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.typing import Path, PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.jaxpr import ClosedJaxpr, constrained_axes
+from jaxpipe.programs.jaxpr import ClosedJaxpr, constrained_axes
 
 from ._axes import on_mesh
 from ._build import NamedLayer, check_instances

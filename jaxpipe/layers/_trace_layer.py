@@ -13,11 +13,11 @@ import jax
 from flax.errors import InvalidRngError, ModifyScopeVariableError
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxpipe._mesh import NO_MESH
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.mesh import NO_MESH
+from jaxpipe._util.typing import Path, PyTree
+from jaxpipe.distributed.topology import MANUAL_AXES, automatic_axes
 from jaxpipe.errors import JaxpipeError, LayerError
-from jaxpipe.jaxpr import ClosedJaxpr, constrained_axes, effect_axes
-from jaxpipe.topology import MANUAL_AXES, automatic_axes
+from jaxpipe.programs.jaxpr import ClosedJaxpr, constrained_axes, effect_axes
 
 from ._axes import constraint_fault, mesh_fault, mesh_for_init
 from ._build import NamedLayer

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe._typing import Path
+from jaxpipe._util.typing import Path
 from jaxpipe.errors import LayerError, shown
 
 from ._tree import flatten_dict

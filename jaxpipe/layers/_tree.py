@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax.traverse_util import unflatten_dict as unflatten_dict
 
-from jaxpipe._typing import Path
+from jaxpipe._util.typing import Path
 
 LORA_A = "lora_a"
 LORA_B = "lora_b"

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import jax
 from jax.core import Tracer
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.errors import LayerError
-from jaxpipe.jaxpr import ClosedJaxpr, used_operands
+from jaxpipe.programs.jaxpr import ClosedJaxpr, used_operands
 
 from ._structs import format_struct
 

@@ -13,8 +13,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.losses import local_indices, signed
-from jaxpipe.topology import sum_over
+from jaxpipe.distributed.topology import sum_over
+from jaxpipe.layers.losses import local_indices, signed
 
 from ._sharding import unbox
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 
 from ._protocol import Applied, Layer, LayerCall
 

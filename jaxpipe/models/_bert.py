@@ -11,7 +11,7 @@ from flax.linen.dtypes import promote_dtype
 from jaxpipe.config import Section, one_of_exactly, setting
 from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
-from jaxpipe.transformer import (
+from jaxpipe.models.transformer import (
     DeepSpeedTransformerConfig,
     DeepSpeedTransformerLayer,
     read_float_dtype,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.transformer import MODEL, Divided, attention
+from jaxpipe.models.transformer import MODEL, Divided, attention
 
 from ._llama_config import LlamaConfig
 

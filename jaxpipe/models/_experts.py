@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.distributed import log
-from jaxpipe.jaxpr import spec_axes
-from jaxpipe.recompute import is_first
-from jaxpipe.topology import EXPERT
-from jaxpipe.transformer import MODEL, Axes, Divided, constrained, dividing, stream_axes
+from jaxpipe.distributed.topology import EXPERT
+from jaxpipe.layers.recompute import is_first
+from jaxpipe.models.transformer import MODEL, Axes, Divided, constrained, dividing, stream_axes
+from jaxpipe.programs.jaxpr import spec_axes
 
 from ._experts_config import ExpertsConfig
 from ._grouped import BLOCK, ExpertWeights, FeedForward, Groups, mixture, within_capacity

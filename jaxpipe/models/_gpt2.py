@@ -9,7 +9,7 @@ import jax
 from jaxpipe.config import Section, optional, read_flag, setting
 from jaxpipe.errors import LayerError
 from jaxpipe.layers import LayerSpec, TiedLayerSpec
-from jaxpipe.transformer import (
+from jaxpipe.models.transformer import (
     DeepSpeedTransformerConfig,
     DeepSpeedTransformerLayer,
     read_float_dtype,

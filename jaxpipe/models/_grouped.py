@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.transformer import Axes, constrained
+from jaxpipe.models.transformer import Axes, constrained
 
 BLOCK = 256
 """Rows of a block of choices without slots. A product of fewer rows mostly waits for weights."""

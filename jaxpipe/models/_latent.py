@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.transformer import (
+from jaxpipe.models.transformer import (
     constrained,
     dividing_axes,
     stream_axes,

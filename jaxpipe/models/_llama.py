@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.layers import LayerSpec, SoftCapped, TiedLayerSpec
-from jaxpipe.recompute import reduced
-from jaxpipe.transformer import (
+from jaxpipe.layers.recompute import reduced
+from jaxpipe.models.transformer import (
     MODEL,
     Axes,
     Divided,

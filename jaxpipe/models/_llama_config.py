@@ -17,7 +17,7 @@ from jaxpipe.config import (
     wrong_value,
 )
 from jaxpipe.errors import ConfigError
-from jaxpipe.transformer import OverSequence, read_float_dtype
+from jaxpipe.models.transformer import OverSequence, read_float_dtype
 from jaxpipe.weights import Source
 
 from ._activations import ACTIVATIONS

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpipe._numbers import as_integer
+from jaxpipe._util.numbers import as_integer
 from jaxpipe.config import wrong_value
 
 from ._experts_config import ExpertsConfig

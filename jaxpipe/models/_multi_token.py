@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.transformer import Divided, constrained, stream_axes
+from jaxpipe.models.transformer import Divided, constrained, stream_axes
 from jaxpipe.weights import Rename, transpose
 
 from ._dense import dense, norm

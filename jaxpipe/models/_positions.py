@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.transformer import constrained, stream_axes
+from jaxpipe.models.transformer import constrained, stream_axes
 
 
 def positions_of(length: int, segment_ids: jax.Array | None) -> jax.Array:

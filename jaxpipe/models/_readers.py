@@ -1,6 +1,6 @@
 """Readers of the fields that several models' configurations have."""
 
-from jaxpipe._numbers import as_number
+from jaxpipe._util.numbers import as_number
 from jaxpipe.config import Reader, integer_of_at_least, list_of, number, wrong_value
 
 # Of normal float32 numbers. Smaller ones are flushed to zero, and larger ones are infinite, so that

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 
 
 class AverageState(NamedTuple):

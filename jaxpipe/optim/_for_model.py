@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.typing import Path, PyTree
 from jaxpipe.layers import ModelTrace, flatten_dict, hidden_matrices, unflatten_dict
 
 Matrices = Callable[[PyTree], PyTree] | None

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.config import Reader, number
 from jaxpipe.errors import ConfigError, shown
 

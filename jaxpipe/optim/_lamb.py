@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.config import Refusal, Unused, number, read_flag, setting
 from jaxpipe.errors import ConfigError
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.config import Refusal, Unused, number, one_of_exactly, optional, read_flag, setting
 
 from ._adam import scale_by_moments

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpipe._numbers import as_number
+from jaxpipe._util.numbers import as_number
 from jaxpipe.config import read_whole
 from jaxpipe.errors import ConfigError, shown
 

@@ -17,10 +17,10 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 import jax.numpy as jnp
 import optax
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.typing import Path, PyTree
 from jaxpipe.errors import ConfigError
-from jaxpipe.jaxpr import output_dependence
 from jaxpipe.layers import unflatten_dict
+from jaxpipe.programs.jaxpr import output_dependence
 
 from ._trace import OptimizerTrace, find_param, owner_of, trace_optimizer
 

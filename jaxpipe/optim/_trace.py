@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import optax
 
-from jaxpipe._typing import Path, PyTree
+from jaxpipe._util.typing import Path, PyTree
 from jaxpipe.errors import ConfigError
-from jaxpipe.jaxpr import ClosedJaxpr, value_numbers
 from jaxpipe.layers import flatten_dict, join_path, unflatten_dict
+from jaxpipe.programs.jaxpr import ClosedJaxpr, value_numbers
 
 from ._average import AVERAGED
 from ._optax import REJECTIONS

@@ -9,9 +9,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxpipe._files import write_file
-from jaxpipe._paths import local_path
-from jaxpipe._text import svg_start
+from jaxpipe._util.files import write_file
+from jaxpipe._util.paths import local_path
+from jaxpipe._util.text import svg_start
 from jaxpipe.errors import ScheduleError
 
 from ._cost import Kind, Slice, timeline

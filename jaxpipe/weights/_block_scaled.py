@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxpipe._stores import AnyPath
+from jaxpipe._util.stores import AnyPath
 from jaxpipe.errors import CheckpointError
 
 from ._transform import Index, Shape, Tensor

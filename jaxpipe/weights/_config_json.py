@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._files import parse_json
-from jaxpipe._paths import any_path, read_any
-from jaxpipe._stores import StorePath
+from jaxpipe._util.files import parse_json
+from jaxpipe._util.paths import any_path, read_any
+from jaxpipe._util.stores import StorePath
 from jaxpipe.errors import ConfigError, shown
 
 from ._rename import Match, Rename

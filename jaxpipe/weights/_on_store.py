@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from jaxpipe._paths import read_any, size_of
-from jaxpipe._stores import AnyPath, StorePath, staging_folder
+from jaxpipe._util.paths import read_any, size_of
+from jaxpipe._util.stores import AnyPath, StorePath, staging_folder
 
 DTYPES = {
     "bool": "BOOL",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe._typing import PyTree
+from jaxpipe._util.typing import PyTree
 from jaxpipe.errors import CheckpointError, nearest
 from jaxpipe.layers import flatten_dict, join_path, split_path, unflatten_dict
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._stores import AnyPath
+from jaxpipe._util.stores import AnyPath
 from jaxpipe.errors import CheckpointError
 
 from ._block_scaled import BlockScaled, scales_of

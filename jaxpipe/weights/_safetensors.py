@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from safetensors import safe_open
 
-from jaxpipe._files import (
+from jaxpipe._util.files import (
     PARTIAL,
     advice,
     check_is_file,
@@ -32,8 +32,8 @@ from jaxpipe._files import (
     sync,
     write_file,
 )
-from jaxpipe._paths import any_path, read_any, readable
-from jaxpipe._stores import AnyPath, StorePath, at_once, staging_folder, upload
+from jaxpipe._util.paths import any_path, read_any, readable
+from jaxpipe._util.stores import AnyPath, StorePath, at_once, staging_folder, upload
 from jaxpipe.errors import CheckpointError, shown
 from jaxpipe.layers import split_path, unflatten_dict
 

@@ -13,8 +13,8 @@ from _saved import copied, files_with, flip, saved, trained
 import jaxpipe
 from jaxpipe.checkpoint import inspect_checkpoint, load_params, load_safetensors
 from jaxpipe.checkpoint.__main__ import main
+from jaxpipe.core.state import state_arrays
 from jaxpipe.layers import flatten_dict
-from jaxpipe.state import state_arrays
 
 PACKED = "params/packed/float16"
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.checkpoint._compare import compare
-from jaxpipe.state import Leaf, Span
+from jaxpipe.core.state import Leaf, Span
 
 
 def leaves(**structs: Any) -> dict[str, Leaf]:

@@ -16,9 +16,9 @@ from _saved import change_index, copied, flip, make_engine, saved, trained
 from safetensors import safe_open
 
 from jaxpipe.checkpoint import export_safetensors, load_collections, load_params
+from jaxpipe.core.state import state_arrays
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict
-from jaxpipe.state import state_arrays
 from jaxpipe.weights import load_safetensors
 
 LIMIT = 3000

@@ -8,8 +8,8 @@ import pytest
 from _saved import change_index, copied, files_with, flip, saved, trained
 
 from jaxpipe.checkpoint import verify_checkpoint
+from jaxpipe.core.state import state_arrays
 from jaxpipe.errors import CheckpointError
-from jaxpipe.state import state_arrays
 
 KERNEL, MOMENTS = "params/stacked/tied/io/kernel", "opt_state/own/packed/float32"
 

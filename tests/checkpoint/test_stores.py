@@ -36,11 +36,12 @@ from _layouts import Layout, all_leaves, assert_same, shared_engine
 from _one_run import Run, assert_holds, make_run
 from _save_to_store import STEPS, make
 from _train_and_save import KEEP_LAST, saves
+from jaxpipe.monitor._csv import CSVMonitor
 
 import jaxpipe
 from jaxpipe import checkpoint
-from jaxpipe._paths import any_path
-from jaxpipe._stores import StoreError, StorePath, _driver, upload
+from jaxpipe._util.paths import any_path
+from jaxpipe._util.stores import StoreError, StorePath, _driver, upload
 from jaxpipe.checkpoint import (
     CheckpointWriter,
     RunState,
@@ -60,7 +61,6 @@ from jaxpipe.config import CSVMonitorSection
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict
 from jaxpipe.monitor import Event
-from jaxpipe.monitor._csv import CSVMonitor
 
 SCRIPT = Path(__file__).parent / "_save_to_store.py"
 NUMBERS = itertools.count()

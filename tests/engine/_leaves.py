@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxpipe import PipelineEngine
-from jaxpipe.state import Leaf, read_leaf, state_arrays
+from jaxpipe.core.state import Leaf, read_leaf, state_arrays
 
 Leaves = dict[str, np.ndarray]
 

@@ -14,10 +14,10 @@ from flax.serialization import from_bytes, msgpack_restore, to_bytes, to_state_d
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule
+from jaxpipe.core.pipeline import make_pipeline
 from jaxpipe.errors import ConfigError, LayerError
 from jaxpipe.layers import LORA_PARAMETERS, flatten_dict, lora, unflatten_dict
 from jaxpipe.losses import vocab_cross_entropy
-from jaxpipe.pipeline import make_pipeline
 
 STEPS, VOCABULARY = 3, 8
 SCHEDULED = optax.adamw(optax.cosine_decay_schedule(0.05, 8))

@@ -9,7 +9,7 @@ from _small import FEATURES, build, entry, module
 import jaxpipe
 from jaxpipe.config import ConfigWarning
 from jaxpipe.layers import LayerSpec
-from jaxpipe.recompute import RecomputeSettings, current_settings
+from jaxpipe.layers.recompute import RecomputeSettings, current_settings
 
 PROFILED = {
     "activation_checkpointing": {"profile": True},

@@ -14,9 +14,9 @@ from _small import SIZES, build, entry, module
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineEngine, checkpoint
+from jaxpipe.core.state import state_arrays
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict
-from jaxpipe.state import state_arrays
 
 BIASES = "bias$"
 

@@ -25,9 +25,9 @@ from _small import MICROBATCHES, build, entries, entry, mean_square
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineEngine, PipelineModule, losses
+from jaxpipe.core.state import HostRows
 from jaxpipe.engine._hold import PRESSES, hold_signals
 from jaxpipe.errors import PipelineError
-from jaxpipe.state import HostRows
 
 HERE = Path(__file__).parent
 Moment = Callable[[pytest.MonkeyPatch, PipelineEngine, int], None]

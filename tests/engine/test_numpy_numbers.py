@@ -14,7 +14,7 @@ from _small import ADAM, SIZES, build, entries, entry, module
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule, TrainConfig
-from jaxpipe._numbers import as_flag, as_integer, as_number, plain
+from jaxpipe._util.numbers import as_flag, as_integer, as_number, plain
 from jaxpipe.config import FP16Section, load_config
 from jaxpipe.errors import ConfigError, LayerError, PartitionError
 from jaxpipe.layers import lora

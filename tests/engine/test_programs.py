@@ -13,9 +13,9 @@ from _refusals import assert_refused
 from _small import MICROBATCH, apply, build, build_alone, entries, entry, mean_square, module
 
 from jaxpipe import LayerSpec, PipelineEngine
+from jaxpipe.core.planner import candidates
 from jaxpipe.engine._programs import MAX_PROGRAMS
 from jaxpipe.errors import DataError
-from jaxpipe.planner import candidates
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_a_schedule_is_chosen_for_training_whatever_comes_first(
         planned.append(job.num_microbatches)
         return candidates(job, dataclasses.replace(asked, schedules=("gpipe",)))
 
-    monkeypatch.setattr("jaxpipe.planner._make.candidates", choose)
+    monkeypatch.setattr("jaxpipe.core.planner._make.candidates", choose)
     engine = build(config={"pipeline": {"schedule": "auto"}, "gradient_accumulation_steps": 3})
     engine.predict(entry(0, 3)[0])
     assert engine.pipeline.batches.num_microbatches == 1
@@ -170,7 +170,7 @@ def test_what_was_chosen_for_refused_shapes_is_forgotten_too(
     def choose(job: Any, asked: Any) -> Any:
         return candidates(job, dataclasses.replace(asked, schedules=(next(chosen),)))
 
-    monkeypatch.setattr("jaxpipe.planner._make.candidates", choose)
+    monkeypatch.setattr("jaxpipe.core.planner._make.candidates", choose)
     engine = build_alone(config={"pipeline": {"schedule": "auto"}})
     names = []
     for length in (3, 5):

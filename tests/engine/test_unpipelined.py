@@ -19,9 +19,9 @@ from flax import nnx
 import jaxpipe
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineEngine
 from jaxpipe.config import load_config
+from jaxpipe.core.pipeline import choose_optimizer, configure_model
 from jaxpipe.engine._unpipelined import UnpipelinedEngine, as_one_stage
 from jaxpipe.errors import DataError, LayerError, PipelineError
-from jaxpipe.pipeline import choose_optimizer, configure_model
 from jaxpipe.topology import make_pipeline_mesh
 
 SIZE, FEATURES, STEPS = 2, 3, 3

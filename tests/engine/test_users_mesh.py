@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
-from jaxpipe.pipeline import make_pipeline
+from jaxpipe.core.pipeline import make_pipeline
 
 FIRST = entry(samples=4)
 

@@ -16,16 +16,16 @@ from jax.sharding import AxisType, Mesh
 
 import jaxpipe
 from jaxpipe import Pipeline, PipelineModule
-from jaxpipe.executor import without_cache
+from jaxpipe.core.executor import without_cache
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks are no part of the installed package
 
 from _hlo import Program  # noqa: E402
 
 from benchmarks._launches import Launches, steady_launches  # noqa: E402
-from jaxpipe.compiled import DUMP_OPTION  # noqa: E402
+from jaxpipe.programs.compiled import DUMP_OPTION  # noqa: E402
 
-TARGET = Path(jaxpipe.__file__).parent / "tools" / "h200_target.txtpb"
+TARGET = Path(jaxpipe.__file__).parent / "tools" / "plan" / "h200_target.txtpb"
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """What loops of a compiled step send, what lies between two instructions, and what is copied."""
 
 from benchmarks._kernels import Kernels
-from jaxpipe.compiled import Instruction
+from jaxpipe.programs.compiled import Instruction
 
 _WITHOUT_TRAFFIC = ("opt-barrier", "collective-permute-done")
 

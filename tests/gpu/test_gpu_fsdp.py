@@ -11,7 +11,7 @@ import pytest
 from _h200 import Step, build, h200_mesh
 
 from jaxpipe import LayerSpec, PipelineModule
-from jaxpipe.compiled import Instruction
+from jaxpipe.programs.compiled import Instruction
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [

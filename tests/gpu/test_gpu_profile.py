@@ -11,9 +11,9 @@ from jax.sharding import AxisType, Mesh
 
 import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule
+from jaxpipe.core.planner import Counted
+from jaxpipe.core.planner._cut import costs_for_cut, cut_parts
 from jaxpipe.errors import PartitionError
-from jaxpipe.planner import Counted
-from jaxpipe.planner._cut import costs_for_cut, cut_parts
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
         reason="needs the CUDA plugin: pip install jaxpipe[cuda12]",
     ),
 ]
-TARGET = Path(jaxpipe.__file__).parent / "tools" / "h200_target.txtpb"
+TARGET = Path(jaxpipe.__file__).parent / "tools" / "plan" / "h200_target.txtpb"
 
 
 def test_absent_devices_are_not_measured() -> None:

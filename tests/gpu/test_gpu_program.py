@@ -306,7 +306,7 @@ def picture_step() -> Any:
 def test_large_inputs_are_held_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """32 MiB and more are spread."""
     shared = picture_step().argument_size_in_bytes
-    monkeypatch.setattr("jaxpipe.executor._batch.LARGE", 2**40)
+    monkeypatch.setattr("jaxpipe.core.executor._batch.LARGE", 2**40)
     whole = picture_step().argument_size_in_bytes
     size = 16 * SAMPLES * PIXELS * 4
     assert whole - shared == pytest.approx(size / 2, rel=0.02)

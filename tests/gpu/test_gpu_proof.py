@@ -11,7 +11,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe.forecast import HARDWARE, Hardware
-from jaxpipe.proof import Proof, prove
+from jaxpipe.tools.prove import Proof, prove
 
 pytestmark = [
     pytest.mark.gpu_aot,

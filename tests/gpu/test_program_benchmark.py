@@ -18,8 +18,8 @@ from benchmarks._launches import Launches  # noqa: E402
 from benchmarks.gpu_program._cost import Costs  # noqa: E402
 from benchmarks.gpu_program._jobs import Job  # noqa: E402
 from benchmarks.gpu_program._project import Simulation, lockstep  # noqa: E402
-from jaxpipe.compiled import Instruction, parse_thunks  # noqa: E402
 from jaxpipe.forecast import HARDWARE, Hardware  # noqa: E402
+from jaxpipe.programs.compiled import Instruction, parse_thunks  # noqa: E402
 from jaxpipe.schedules import lower_schedule, with_ends_apart  # noqa: E402
 
 MODULE = Kernels(Path(__file__).with_name("small_program.txt").read_text())

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from jaxpipe.errors import LayerError
-from jaxpipe.jaxpr import program_key, value_numbers
 from jaxpipe.layers import LayerSpec, PipelineModule, TiedLayerSpec, layer_signatures
+from jaxpipe.programs.jaxpr import program_key, value_numbers
 
 X = np.ones((2, 3), np.float32)
 A, B = np.arange(3, dtype=np.float32)[None], np.arange(1, 4, dtype=np.float32)[None]

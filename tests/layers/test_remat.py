@@ -14,7 +14,7 @@ import jaxpipe
 from jaxpipe import LayerSpec, PipelineModule, TiedLayerSpec
 from jaxpipe.layers import layer_signatures
 from jaxpipe.layers._remat import chain
-from jaxpipe.recompute import RecomputeSettings
+from jaxpipe.layers.recompute import RecomputeSettings
 
 DIM = 4
 POLICIES = jax.checkpoint_policies

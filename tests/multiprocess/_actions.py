@@ -35,11 +35,11 @@ from jaxpipe.checkpoint import (  # noqa: E402
     load_params,
     verify_checkpoint,
 )
+from jaxpipe.core.state import state_arrays, with_arrays  # noqa: E402
 from jaxpipe.data import BatchLoader  # noqa: E402
 from jaxpipe.distributed import failure_of  # noqa: E402
 from jaxpipe.errors import CheckpointError, DataError  # noqa: E402
 from jaxpipe.layers import flatten_dict  # noqa: E402
-from jaxpipe.state import state_arrays, with_arrays  # noqa: E402
 
 
 class Actions:

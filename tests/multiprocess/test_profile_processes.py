@@ -9,8 +9,8 @@ PROGRAM = """
 import functools, time
 import jax, jaxpipe
 import numpy as np
-from jaxpipe.planner import Counted
-from jaxpipe.planner._cut import costs_for_cut, cut_parts
+from jaxpipe.core.planner import Counted
+from jaxpipe.core.planner._cut import costs_for_cut, cut_parts
 from jaxpipe.topology import PipeDataParallelTopology, make_pipeline_mesh
 jaxpipe.init_distributed()
 place = jax.process_index()
@@ -54,7 +54,7 @@ def test_what_process_0_measured_decides_for_all(tmp_path: Path) -> None:
 AUTO = """
 import jax, jax.numpy as jnp, jaxpipe, optax
 import flax.linen as nn, numpy as np
-from jaxpipe.planner import _calibrate
+from jaxpipe.core.planner import _calibrate
 jaxpipe.init_distributed()
 seconds = _calibrate._seconds
 # Each process would measure something else: the second finds its device a hundred times as slow.

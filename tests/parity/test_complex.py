@@ -18,7 +18,7 @@ from _settings import make_settings
 from _tolerances import GRADIENT, assert_close, assert_loss
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, Pipeline, PipelineModule
-from jaxpipe.autodiff._residuals import Residuals
+from jaxpipe.programs.autodiff._residuals import Residuals
 from jaxpipe.topology import make_pipeline_mesh
 
 LENGTH, DIM, MICROBATCH, MICROBATCHES = 4, 6, 2, 3

@@ -11,8 +11,8 @@ from _covering import slow_after, soak_after
 from _oracle import Case, evaluation, whole_reference
 from _tolerances import assert_close, assert_loss
 
-from jaxpipe.executor import PipelinePlan
-from jaxpipe.pipeline import _pipeline
+from jaxpipe.core.executor import PipelinePlan
+from jaxpipe.core.pipeline import _pipeline
 from jaxpipe.schedules import Idle, with_ends_apart, with_idle
 
 CASES = [

@@ -26,7 +26,7 @@ from _parallel import (
 from _tolerances import GRADIENT, assert_close, assert_loss
 
 from jaxpipe import LayerSpec, Pipeline, PipelineModule, PipeModelDataParallelTopology, TrainState
-from jaxpipe.recompute import RecomputeSettings, use_settings
+from jaxpipe.layers.recompute import RecomputeSettings, use_settings
 from jaxpipe.topology import make_pipeline_mesh
 
 STEPS, LIMIT = 3, 0.5

@@ -15,7 +15,7 @@ from _oracle import Case, cached_reference
 from _tolerances import assert_close, assert_loss
 
 from jaxpipe import PipelineModule, checkpointing
-from jaxpipe.recompute import RecomputeSettings, use_settings
+from jaxpipe.layers.recompute import RecomputeSettings, use_settings
 
 HOST = RecomputeSettings(checkpoint_in_cpu=True, configured=True)
 

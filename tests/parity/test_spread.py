@@ -8,7 +8,7 @@ from _oracle import Case, cached_reference
 from _tolerances import assert_close, assert_loss
 from jax.sharding import PartitionSpec as P
 
-LARGE = "jaxpipe.executor._batch.LARGE"
+LARGE = "jaxpipe.core.executor._batch.LARGE"
 CASES = [
     Case(stages=2, data=2),
     Case(stages=4, data=2, model="weighted", schedule="1f1b-v", skip_idle=False, cut="trunk"),

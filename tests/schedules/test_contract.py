@@ -5,7 +5,6 @@ A new one need only be registered to be held to it.
 
 import pytest
 
-from jaxpipe.proof import SymbolicRun, require_in_flight
 from jaxpipe.schedules import (
     PipeSchedule,
     check_schedule,
@@ -17,6 +16,7 @@ from jaxpipe.schedules import (
     resolve_schedule,
     schedule_names,
 )
+from jaxpipe.tools.prove import SymbolicRun, require_in_flight
 
 KINDS = [
     resolve_schedule(name, num_chunks)

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxpipe.planner import auto_schedules
+from jaxpipe.core.planner import auto_schedules
 from jaxpipe.schedules import (
     DualPipeVSchedule,
     GPipeSchedule,
@@ -67,7 +67,7 @@ def test_a_new_schedule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
     entries = {**schedule_names(), "mine": Mine}
     monkeypatch.setattr("jaxpipe.schedules._resolve.schedule_names", lambda: entries)
-    monkeypatch.setattr("jaxpipe.planner._choose.schedule_names", lambda: entries)
+    monkeypatch.setattr("jaxpipe.core.planner._choose.schedule_names", lambda: entries)
     assert resolve_schedule("mine") is Mine
     assert closed_form("mine", 4, 2, 1.0, 1.0) == 42.0
     assert auto_schedules()[-1] == "mine"

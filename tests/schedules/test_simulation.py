@@ -2,7 +2,6 @@
 
 import pytest
 
-from jaxpipe.proof import SymbolicRun, require_in_flight
 from jaxpipe.schedules import (
     DataParallelSchedule,
     GPipeSchedule,
@@ -15,6 +14,7 @@ from jaxpipe.schedules import (
     lower_schedule,
     resolve_schedule,
 )
+from jaxpipe.tools.prove import SymbolicRun, require_in_flight
 
 
 @pytest.mark.parametrize("schedule", [OneFOneBSchedule, GPipeSchedule, TrainSchedule])

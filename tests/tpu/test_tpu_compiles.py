@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # benchmarks are no part of the
 from benchmarks.tpu_compiles import BF16, DEVICES, FP16, Case, zero  # noqa: E402
 from jaxpipe.errors import ConfigError  # noqa: E402
 from jaxpipe.forecast import HARDWARE  # noqa: E402
-from jaxpipe.tools import compilable_devices  # noqa: E402
+from jaxpipe.tools.plan import compilable_devices  # noqa: E402
 
 pytestmark = [
     pytest.mark.tpu_aot,

@@ -10,10 +10,10 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe.executor import without_cache
+from jaxpipe.core.executor import without_cache
 from jaxpipe.forecast import HARDWARE
 from jaxpipe.models import LlamaConfig, llama
-from jaxpipe.tools import compilable_devices
+from jaxpipe.tools.plan import compilable_devices
 
 pytestmark = [
     pytest.mark.tpu_aot,

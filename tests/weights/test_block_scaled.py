@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from _disk_store import DiskStore
 
-from jaxpipe._paths import any_path
+from jaxpipe._util.paths import any_path
 from jaxpipe.errors import CheckpointError
 from jaxpipe.weights import Rename, RenamedFiles, stack, transpose
 

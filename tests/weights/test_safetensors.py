@@ -16,7 +16,7 @@ from _no_descriptors import no_descriptors
 from _refusals import check_refused
 from safetensors.numpy import save_file
 
-from jaxpipe._paths import any_path
+from jaxpipe._util.paths import any_path
 from jaxpipe.errors import CheckpointError
 from jaxpipe.weights import load_safetensors
 from jaxpipe.weights._safetensors import safetensors_files

@@ -1,0 +1,1 @@
+"""Programs as data: jaxprs, derivatives in two pieces, and compiled instructions."""
