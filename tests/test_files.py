@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jaxpipe.monitor._csv import CSVMonitor
 from safetensors.numpy import save_file
 
 from jaxpipe._util.files import (
@@ -20,6 +19,7 @@ from jaxpipe._util.files import (
     write_file,
 )
 from jaxpipe.config import CSVMonitorSection, load_config
+from jaxpipe.engine.monitor._csv import CSVMonitor
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.monitor import Event
 from jaxpipe.schedules import draw

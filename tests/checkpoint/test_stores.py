@@ -36,7 +36,6 @@ from _layouts import Layout, all_leaves, assert_same, shared_engine
 from _one_run import Run, assert_holds, make_run
 from _save_to_store import STEPS, make
 from _train_and_save import KEEP_LAST, saves
-from jaxpipe.monitor._csv import CSVMonitor
 
 import jaxpipe
 from jaxpipe import checkpoint
@@ -58,6 +57,7 @@ from jaxpipe.checkpoint._reports import collect, remove_reports, report, still_w
 from jaxpipe.checkpoint._staging import _array_of, _joined, _Range
 from jaxpipe.checkpoint._store import finish_arrays, write_arrays
 from jaxpipe.config import CSVMonitorSection
+from jaxpipe.engine.monitor._csv import CSVMonitor
 from jaxpipe.errors import CheckpointError
 from jaxpipe.layers import flatten_dict
 from jaxpipe.monitor import Event

@@ -17,8 +17,8 @@ from jaxpipe import LayerSpec, PipelineModule
 from jaxpipe.core.state import ModelParams, Updater, opt_state_keys
 from jaxpipe.core.state._zero import ByElements, ByLeaves, Replicated, ShardLayout
 from jaxpipe.layers import flatten_dict, layer_signatures, unflatten_dict
-from jaxpipe.partition import cut_stages
 from jaxpipe.schedules import OneFOneBSchedule, lower_schedule
+from jaxpipe.schedules.partition import cut_stages
 
 ADAMW = optax.adamw(
     0.1, weight_decay=0.3, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)

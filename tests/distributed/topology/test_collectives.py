@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.core.planner import absent_devices
+from jaxpipe.distributed.topology import broadcast_sum, scatter_sum, sum_over
 from jaxpipe.forecast import HARDWARE
-from jaxpipe.topology import broadcast_sum, scatter_sum, sum_over
 
 PLACES = 2
 SUMS: dict[str, Callable[[jax.Array], jax.Array]] = {

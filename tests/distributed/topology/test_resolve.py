@@ -1,12 +1,12 @@
 from _refusals import assert_refused
 
-from jaxpipe.errors import TopologyError
-from jaxpipe.topology import (
+from jaxpipe.distributed.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,
     topology_for,
 )
+from jaxpipe.errors import TopologyError
 
 
 def test_replicas_take_all_devices_or_it_is_an_error() -> None:

@@ -7,8 +7,7 @@ import numpy as np
 from _refusals import assert_refused
 from jax.sharding import Mesh
 
-from jaxpipe.errors import TopologyError
-from jaxpipe.topology import (
+from jaxpipe.distributed.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     ProcessTopology,
@@ -18,6 +17,7 @@ from jaxpipe.topology import (
     mesh_topology,
     topology_for,
 )
+from jaxpipe.errors import TopologyError
 
 refused = partial(assert_refused, TopologyError)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from _disk_store import DiskStore
-from jaxpipe.monitor._csv import CSVMonitor
 
 from jaxpipe.config import CSVMonitorSection
-from jaxpipe.monitor import Event, MonitorLog
+from jaxpipe.engine.monitor import Event, MonitorLog
+from jaxpipe.engine.monitor._csv import CSVMonitor
 
 
 def test_events_come_in_order_from_another_thread() -> None:

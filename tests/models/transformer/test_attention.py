@@ -18,7 +18,7 @@ from _tolerances import assert_close
 from jaxpipe import attention
 from jaxpipe.checkpointing import keep_kernels
 from jaxpipe.errors import LayerError
-from jaxpipe.transformer import _attention
+from jaxpipe.models.transformer import _attention
 
 B, T, N, K, D = 2, 300, 4, 2, 8  # more than a block, and no whole number of them
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import attention
 from jaxpipe.errors import LayerError
-from jaxpipe.transformer import _attention, _blocked, _ring, constrained, stream_axes
+from jaxpipe.models.transformer import _attention, _blocked, _ring, constrained, stream_axes
 
 B, T, N, K, D = 2, 64, 4, 2, 8
 RING = {"stage": 1, "sequence": 4}

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 from _covering import slow_after
 from _tolerances import assert_close
-from jaxpipe.transformer._blocked import Operands, Pattern, Visibility, blocked_attention
-from jaxpipe.transformer._splash import splash_attention, splash_refusal
 
 import jaxpipe
 from jaxpipe.errors import LayerError
-from jaxpipe.transformer import _attention
+from jaxpipe.models.transformer import _attention
+from jaxpipe.models.transformer._blocked import Operands, Pattern, Visibility, blocked_attention
+from jaxpipe.models.transformer._splash import splash_attention, splash_refusal
 
 HEADS = {"equal": (2, 2), "grouped": (4, 2)}
 

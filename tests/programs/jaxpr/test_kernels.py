@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxpipe.transformer._blocked import BLOCK
 
+from jaxpipe.models.transformer._blocked import BLOCK
 from jaxpipe.programs.jaxpr import count_kernels, num_flops
 from jaxpipe.transformer import attention
 

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.partition import LayerCost, Profile, partition_balanced, partition_best, tick_of
+from jaxpipe.schedules.partition import (
+    LayerCost,
+    Profile,
+    partition_balanced,
+    partition_best,
+    tick_of,
+)
 
 # Parameters, of a 7B model with a vocabulary of 32k; a layer with parameters is a product.
 BLOCK, HEAD = 2e8, 1.3e8

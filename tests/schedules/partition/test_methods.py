@@ -8,7 +8,7 @@ import pytest
 from _refusals import check_refused
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.partition import needs_shapes, partition_layers, profile_source
+from jaxpipe.schedules.partition import needs_shapes, partition_layers, profile_source
 
 NAMES = ["Embed", "Block", "Block", "Block", "Block", "Head"]
 PARAMS = [1024, 100, 100, 100, 100, 1024]

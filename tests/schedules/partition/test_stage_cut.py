@@ -1,4 +1,4 @@
-from jaxpipe.partition import StageCut, cut_stages
+from jaxpipe.schedules.partition import StageCut, cut_stages
 
 
 def sizes(cuts: tuple[StageCut, ...]) -> list[tuple[int, int, int]]:

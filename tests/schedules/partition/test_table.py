@@ -1,4 +1,4 @@
-from jaxpipe.partition import LayerCost, Profile, StageMemory, Tie, format_partition
+from jaxpipe.schedules.partition import LayerCost, Profile, StageMemory, Tie, format_partition
 
 
 def test_the_table() -> None:

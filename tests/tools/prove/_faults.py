@@ -21,15 +21,19 @@ def _room(name: str) -> Any:
 
 
 _batch, _epilogue, _exchange, _loss, _segment, _step, _sums, _tick_loop, _train, _trunk = (
-    _room(f"executor._{name}")
+    _room(f"core.executor._{name}")
     for name in (
         *("batch", "epilogue", "exchange", "loss", "segment", "step", "sums", "tick_loop", "train"),
         "trunk",
     )
 )
-_update, _zero, _plan = _room("state._update"), _room("state._zero"), _room("planner._plan")
+_update, _zero, _plan = (
+    _room("core.state._update"),
+    _room("core.state._zero"),
+    _room("core.planner._plan"),
+)
 _load, _weights = _room("checkpoint._load"), _room("checkpoint._weights")
-_evaluator, _optimizer = _room("engine._evaluator"), _room("pipeline._optimizer")
+_evaluator, _optimizer = _room("engine._evaluator"), _room("core.pipeline._optimizer")
 _sequential, _scale = _room("layers._sequential"), _room("optim._loss_scale")
 
 
