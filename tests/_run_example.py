@@ -1,14 +1,8 @@
-"""Run an example or a benchmark as its user would, in a process of its own."""
+"""Run an example or a benchmark as its user would."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-import jaxpipe
-
-_ROOT = Path(__file__).parents[1]
+from _warm import ROOT, run_program
 
 
 def run_example(name: str, *arguments: str, status: int = 0) -> str:
@@ -16,33 +10,14 @@ def run_example(name: str, *arguments: str, status: int = 0) -> str:
 
     Its error output where it is expected to end with another status.
     """
-    done = _run([str(_ROOT / "examples" / name), *arguments], status)
+    done = run_program([str(ROOT / "examples" / name), *arguments], status=status)
     return done.stdout or done.stderr
 
 
 def run_benchmark(name: str, *arguments: str, status: int = 0) -> str:
     """What a benchmark prints, its error output last."""
-    done = _run(["-m", f"benchmarks.{name}", *arguments], status)
+    done = run_program(["-m", f"benchmarks.{name}", *arguments], status=status)
     return done.stdout + done.stderr
-
-
-def _run(arguments: list[str], status: int) -> subprocess.CompletedProcess[str]:
-    paths = [str(Path(jaxpipe.__file__).parents[1]), str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
-    return done
 
 
 def check_sharded_run(printed: str, largest_share: float) -> None:

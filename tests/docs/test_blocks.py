@@ -1,16 +1,13 @@
 """The blocks of the documentation run, and its configurations are read."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from _warm import run_program
 
-import jaxpipe
 from jaxpipe.config import load_config
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -71,23 +68,7 @@ def run(program: list[str], tmp_path: Path) -> None:
     start = 'import jax\njax.config.update("jax_num_cpu_devices", 8)\n'
     file = tmp_path / "page.py"
     file.write_text(start + "\n".join(program), encoding="utf-8")
-    paths = [str(Path(jaxpipe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "JAX_PLATFORMS": "cpu",
-    }
-    command = [sys.executable, str(file)]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program([str(file)], cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
