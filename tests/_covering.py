@@ -89,8 +89,7 @@ def first_values_then_pairs(
 ) -> list[Any]:
     """Parameters of a test: cases with every value of every factor, then all pairs of values.
 
-    A ninth of the first run by default; of the others every fourth is slow, of the pairs every
-    sixteenth.
+    A ninth of the first run by default, and the first of the pairs in CI.
 
     Args:
         factors: As for `covering`.
@@ -104,45 +103,22 @@ def first_values_then_pairs(
         [to_case(x) for x in covering(factors, is_valid, strength)] for strength in (1, 2)
     )
     rest = [case for case in pairs if case not in values]
-    return [*slow_after(len(values) // 9, values), *slow_after(0, rest, soak=True)]
+    return [*sweep(len(values) // 9, values), *sweep(0, rest)]
 
 
-def slow_after(
-    count: int, cases: Sequence[Any], *, unpack: bool = False, soak: bool = False
-) -> list[Any]:
-    """Parameters of a test of which the first few run by default.
-
-    Of the others every eighth is slow, the rest soak. Where none runs by default, that is the
-    first of eight, otherwise the last: of fewer than eight none is slow.
+def sweep(count: int, cases: Sequence[Any], *, unpack: bool = False) -> list[Any]:
+    """Parameters of a test of which the first few run by default; the others are soak.
 
     Args:
-        count: How many run by default.
+        count: How many run by default. Of none, the first is slow, for CI.
         cases: The values.
         unpack: Whether each is a tuple of values of several arguments.
-        soak: Of many cases: every 32nd is slow, the first of 32.
     """
-    every = 32 if soak else 8
-    first = every - 1 if count and not soak else 0
-    marks = [
-        pytest.mark.slow if i % every == first else pytest.mark.soak
-        for i in range(len(cases) - count)
-    ]
+    marks = [pytest.mark.soak] * (len(cases) - count)
+    if not count:
+        marks[:1] = [pytest.mark.slow]
     rest = zip(cases[count:], marks, strict=True)
     return [*cases[:count], *(_marked(case, mark, unpack=unpack) for case, mark in rest)]
-
-
-def soak_after(count: int, cases: Sequence[Any], *, unpack: bool = False) -> list[Any]:
-    """Parameters of a test of which the first few run by default; the others, alike, are soak.
-
-    Args:
-        count: How many run by default.
-        cases: The values.
-        unpack: Whether each is a tuple of values of several arguments.
-    """
-    return [
-        *cases[:count],
-        *(_marked(case, pytest.mark.soak, unpack=unpack) for case in cases[count:]),
-    ]
 
 
 def _marked(case: Any, mark: pytest.MarkDecorator, *, unpack: bool) -> Any:

@@ -39,3 +39,4 @@ def pytest_collection_finish() -> None:
     """Leave out of garbage collections what is there before the first test: it stays to the end."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 50, 50)  # traces make many objects, of which few are in circles

@@ -5,7 +5,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from _covering import slow_after
+from _covering import sweep
 
 import jaxpipe
 
@@ -19,7 +19,7 @@ WHOLE = [f"jaxpipe.models._{name}" for name in ("bert", "llama", "gpt2")]
 
 
 @pytest.mark.parametrize(
-    "name", slow_after(len(MODULES) - len(WHOLE), sorted(MODULES, key=lambda name: name in WHOLE))
+    "name", sweep(len(MODULES) - len(WHOLE), sorted(MODULES, key=lambda name: name in WHOLE))
 )
 def test_docstring_examples(name: str) -> None:
     names = {**vars(jaxpipe.schedules), **vars(jaxpipe)}

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _layouts import Layout, all_leaves, assert_same, saved, shared_engine, train
 from _tolerances import GRADIENT, ROUNDING, assert_close, assert_loss
 
@@ -47,9 +47,7 @@ def check(source: Layout, target: Layout, root: Path) -> None:
     assert_loss(train(engine, target, range(3, 5)), losses, tolerance=ROUNDING)
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), slow_after(1, SPANNING, unpack=True, soak=True), ids=str
-)
+@pytest.mark.parametrize(("source", "target"), sweep(1, SPANNING, unpack=True), ids=str)
 def test_a_spanning_set(source: Layout, target: Layout, root: Path) -> None:
     check(source, target, root)
 
@@ -73,8 +71,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), slow_after(1, OTHERS, unpack=True), ids=str)
+@pytest.mark.soak
+@pytest.mark.parametrize(("source", "target"), sweep(1, OTHERS, unpack=True), ids=str)
 def test_other_models_and_optimizers(source: Layout, target: Layout, root: Path) -> None:
     path, leaves, _ = saved(source, root)
     engine = shared_engine(target)
@@ -85,7 +83,7 @@ def test_other_models_and_optimizers(source: Layout, target: Layout, root: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    slow_after(1, [LAYOUTS[0], LAYOUTS[5], LAYOUTS[9], OTHERS[0][0], OTHERS[1][0]]),
+    sweep(1, [LAYOUTS[0], LAYOUTS[5], LAYOUTS[9], OTHERS[0][0], OTHERS[1][0]]),
     ids=str,
 )
 def test_parameters_without_an_engine(layout: Layout, root: Path) -> None:
@@ -101,7 +99,7 @@ def test_parameters_without_an_engine(layout: Layout, root: Path) -> None:
     assert_loss(loss, engine.module.loss(outputs, labels), tolerance=GRADIENT)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_optimizer_leaves_are_those_of_the_unpipelined_model(root: Path) -> None:
     """Names, shapes and values: what optax holds after the same steps on one device."""
     source = Layout(4, 2, zero=1)

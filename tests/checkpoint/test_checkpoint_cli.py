@@ -83,6 +83,7 @@ def test_inspect_writes_the_report(
     assert capsys.readouterr() == (inspect_checkpoint(saved(root)) + "\n", "")
 
 
+@pytest.mark.slow
 def test_verify_names_the_damage(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import flax.linen as nn
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _one_run import FP16, Averaging, Run, assert_holds, entry, make_engine, make_run
 
 from jaxpipe import LayerSpec, RepeatingLoader
@@ -154,7 +154,7 @@ def damaged(content: bytes, damage: str) -> bytes | None:
 
 
 @pytest.mark.parametrize(
-    "damage", slow_after(2, ["missing", "empty", "half", "middle", "first", "inside", "last"])
+    "damage", sweep(1, ["missing", "empty", "half", "middle", "first", "inside", "last"])
 )
 def test_each_file_damaged_in_turn(kept: Kept, then: Path, damage: str) -> None:
     refused: set[Path] = set()
@@ -647,7 +647,7 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("other", slow_after(2, [*OTHER_MODELS]))
+@pytest.mark.parametrize("other", sweep(2, [*OTHER_MODELS]))
 def test_a_checkpoint_of_another_model_or_optimizer(kept: Kept, other: str) -> None:
     run = OTHER_MODELS[other]()
     next(run.data)
@@ -681,6 +681,7 @@ def test_a_place_in_data_of_another_kind(kept: Kept) -> None:
     assert_holds(kept.run, kept.now)
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_leaves_the_next_iterator_alone(kept: Kept, then: Path) -> None:
     """Where each batch has its own iterator, a fresh one begins at its first entry.
 

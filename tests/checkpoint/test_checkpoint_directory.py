@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _one_run import Run, assert_holds, make_run
 
 from jaxpipe.checkpoint import (
@@ -182,7 +182,7 @@ def test_of_many_tags_the_last_are_listed(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "steps", "kept"),
-    slow_after(
+    sweep(
         4,
         [
             (2, None, range(1, 6), [4, 5]),
@@ -296,7 +296,7 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("place", soak_after(4, [*OWN]))
+@pytest.mark.parametrize("place", sweep(4, [*OWN]))
 def test_what_others_keep_there_stays(run: Run, tmp_path: Path, place: str) -> None:
     save(run, tmp_path, 1)
     save(run, tmp_path, 1, tag="best")
@@ -326,7 +326,7 @@ TAGS = [
 TAGS += ["index.json", "latest.old"]
 
 
-@pytest.mark.parametrize("tag", soak_after(5, [*TAGS]), ids=repr)
+@pytest.mark.parametrize("tag", sweep(5, [*TAGS]), ids=repr)
 def test_tags_with_odd_names(run: Run, tmp_path: Path, tag: str) -> None:
     """They are found with and without their name, and get in nobody's way."""
     save(run, tmp_path, 1)

@@ -63,6 +63,7 @@ def test_a_checkpoint_that_could_not_be_written_fails_the_program(tmp_path: Path
     assert done.stdout.splitlines()[-1] == "at the end"
 
 
+@pytest.mark.slow
 def test_an_interrupted_wait_for_the_last_checkpoint_fails_the_program(tmp_path: Path) -> None:
     done = ended(tmp_path, "interrupted")
     assert done.returncode == 120, done.stderr[-4000:]

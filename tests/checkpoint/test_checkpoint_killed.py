@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _one_run import Run, assert_holds
 from _train_and_save import KEEP_LAST, make, saves
 
@@ -159,7 +159,7 @@ MOMENTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "save", "mode", "held"),
-    slow_after(1, MOMENTS, unpack=True),
+    sweep(1, MOMENTS, unpack=True),
     ids=[f"{moment}-{save[0]}-{mode}" for moment, save, mode, _ in MOMENTS],
 )
 def test_killed_at_a_moment(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _one_run import Run, make_run
 
 from jaxpipe.checkpoint import (
@@ -174,7 +174,7 @@ FROZEN = [
 ]
 
 
-@pytest.mark.parametrize("place", slow_after(3, [*FROZEN]))
+@pytest.mark.parametrize("place", sweep(3, [*FROZEN]))
 @pytest.mark.parametrize("tag", ["global_step1", "unfinished"])
 def test_what_cannot_be_removed_is_in_nobodys_way(
     run: Run,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _one_run import Run, make_run
 
 import jaxpipe
@@ -317,6 +317,7 @@ def test_another_machine_that_was_silent_for_long(run: Run, tmp_path: Path) -> N
     assert list(committed_tags(tmp_path)) == ["global_step1"]
 
 
+@pytest.mark.slow
 def test_another_machine_falls_silent(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,9 +460,7 @@ LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("lose", "match"), slow_after(2, [*LOSSES.values()], unpack=True), ids=LOSSES
-)
+@pytest.mark.parametrize(("lose", "match"), sweep(2, [*LOSSES.values()], unpack=True), ids=LOSSES)
 def test_a_job_whose_own_work_vanished_fails_at_once(
     run: Run,
     tmp_path: Path,

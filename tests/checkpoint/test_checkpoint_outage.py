@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _one_run import Run, assert_holds, make_run
 from _storage import Storage
 
@@ -55,7 +55,7 @@ def save(run: Run, path: Path, tag: str) -> None:
 
 @pytest.mark.parametrize(
     ("background", "number", "moments"),
-    slow_after(
+    sweep(
         1,
         [
             (False, errno.EIO, range(0, MOMENTS, 3)),

@@ -22,7 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _no_descriptors import no_descriptors
 from _one_run import Run, assert_holds, entry, make_run
 from _refusals import check_refused
@@ -188,7 +188,7 @@ def saving_failure(run: Run, path: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("num_bytes", slow_after(1, [5 * PAGE, 0, 1000]))
+@pytest.mark.parametrize("num_bytes", sweep(1, [5 * PAGE, 0, 1000]))
 def test_files_that_may_not_grow(run: Run, tmp_path: Path, num_bytes: int) -> None:
     before = run.held()
     run.engine.save_checkpoint(tmp_path, "one")
@@ -217,7 +217,7 @@ NEXT: dict[str, Callable[[Run, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", slow_after(1, [*NEXT]))
+@pytest.mark.parametrize("call", sweep(1, [*NEXT]))
 def test_a_failure_in_the_background_is_raised_by_the_next_call(
     background: Run, tmp_path: Path, call: str
 ) -> None:

@@ -28,7 +28,7 @@ def results(root: Path) -> None:
 
 
 # One test: two processes train all layouts, which takes longer than to compare them.
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_layouts_are_equal_to_the_bit(tmp_path: Path) -> None:
     results(tmp_path)
     for layout in LAYOUTS:

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _refusals import check_refused
 from _saved import change_index, saved
 from _tolerances import assert_close
@@ -109,8 +109,8 @@ def assert_holds(folder: Path, params: Any, config: LlamaConfig, dtype: Any = np
         np.testing.assert_array_equal(found[name], value.astype(dtype))
 
 
-@pytest.mark.parametrize("name", soak_after(1, ["tied", "untied"]))
-@pytest.mark.slow
+@pytest.mark.parametrize("name", sweep(1, ["tied", "untied"]))
+@pytest.mark.soak
 def test_what_is_written_is_read_by_an_engine_of_other_stages(
     name: str, runs: Runs, tmp_path: Path
 ) -> None:
@@ -157,7 +157,7 @@ def test_adapters_are_merged(runs: Runs, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", slow_after(1, [ml_dtypes.bfloat16, np.float32]))
+@pytest.mark.parametrize("dtype", sweep(1, [ml_dtypes.bfloat16, np.float32]))
 def test_adapters_of_narrow_weights_are_merged_before_rounding(dtype: Any, tmp_path: Path) -> None:
     config = config_of(tied=True)
     engine = make_engine(config, 2, adapters=True, bf16={"enabled": True})
@@ -267,8 +267,7 @@ class OwnNNX(nnx.Module):
         return x @ self.kernel[...] + jnp.tanh(x @ self.lora_a[...]) @ self.lora_b[...]
 
 
-@pytest.mark.parametrize("own", [Own, OwnNNX])
-@pytest.mark.parametrize("alpha", [None, ALPHA])
+@pytest.mark.parametrize(("own", "alpha"), sweep(1, [(OwnNNX, ALPHA), (Own, None)], unpack=True))
 def test_a_layer_may_have_the_names_of_adapters(
     own: type, alpha: float | None, tmp_path: Path
 ) -> None:
@@ -442,7 +441,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_values", soak_after(1, [1, 0, 20]))
+@pytest.mark.parametrize("num_values", sweep(1, [1, 0, 20]))
 def test_killed_while_it_writes(num_values: int, runs: Runs, tmp_path: Path) -> None:
     """What was there before stays whole.
 

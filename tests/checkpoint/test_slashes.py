@@ -62,7 +62,7 @@ def _same(one: Any, other: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_names_with_slashes_go_to_disk_and_back(tmp_path: Path) -> None:
     engine = _engine(2)
     engine.train_batch(iter([_entry()] * 2))

@@ -9,7 +9,7 @@ from typing import Any, cast
 import hjson
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 
 from jaxpipe.config import PipelineConfig, TrainConfig, load_config
 from jaxpipe.errors import ConfigError
@@ -96,7 +96,7 @@ LONG = {
 
 
 @pytest.mark.parametrize(
-    "kind", slow_after(len(LONG) - 1, sorted(LONG, key=lambda kind: kind == "values"))
+    "kind", sweep(len(LONG) - 1, sorted(LONG, key=lambda kind: kind == "values"))
 )
 def test_long_files_are_read_in_one_go(kind: str, tmp_path: Path) -> None:
     """Each took minutes where a file was read again from every place in it."""

@@ -32,36 +32,29 @@ def needs(block: str) -> set[str]:
     return {name.partition(".")[0] for name in found} & OPTIONAL
 
 
-# Most are programs of many compiled steps: the one that compiles none runs by default.
-PROGRAMS = sorted(
-    (page for page in PAGES if blocks(page, "python")),
-    key=lambda page: (page.stem != "schedules", page),
-)
+LONG = {
+    *("before_and_while_it_runs", "bring_your_model", "data", "gpu_tuning"),
+    *("preference_tuning", "recipes", "training"),
+}
+"""Pages of many compiled steps."""
+PROGRAMS = [page for page in PAGES if blocks(page, "python")]
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if i else [])
-        for i, page in enumerate(PROGRAMS)
+        pytest.param(
+            page, id=page.stem, marks=pytest.mark.soak if page.stem in LONG else pytest.mark.slow
+        )
+        for page in PROGRAMS
     ],
 )
 def test_python_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
-    run([block for block in blocks(page, "python") if not needs(block)], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PROGRAMS if any(map(needs, blocks(page, "python")))],
-    ids=lambda page: page.stem,
-)
-def test_python_with_optional_packages_runs_too(page: Path, tmp_path: Path) -> None:
     found = blocks(page, "python")
-    for name in set().union(*map(needs, found)):
-        if find_spec(name) is None:
-            pytest.skip(f"needs {name}")
-    run(found, tmp_path)
+    missing = {name for block in found for name in needs(block) if find_spec(name) is None}
+    run([block for block in found if not needs(block) & missing], tmp_path)
+    if missing:
+        pytest.skip(f"all but the blocks that need {', '.join(sorted(missing))}")
 
 
 def run(program: list[str], tmp_path: Path) -> None:

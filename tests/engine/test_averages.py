@@ -178,7 +178,7 @@ def test_of_tied_parameters(model: str) -> None:
     assert_close(engine.module_state_dict(params="ema"), average)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_base_of_adapters() -> None:
     layers = [LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 1)]
     plain = build(module(*layers), example_batch=entry())
@@ -198,6 +198,7 @@ def test_the_base_of_adapters() -> None:
     assert_loss(engine.evaluate([entry()], params="base")["loss"], wanted["loss"])
 
 
+@pytest.mark.slow
 def test_adapters_that_are_not_trained_stay_no_reference() -> None:
     layers = lora([LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 1)], 2, 4.0, "kernel")
     model = PipelineModule(layers, num_stages=1, loss_fn=mean_square, trainable="lora_a$")

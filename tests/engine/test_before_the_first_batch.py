@@ -66,6 +66,7 @@ class Empty(nn.Module):
         return x + self.param("none", nn.initializers.zeros, (0, 4)).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stage"), [("Adam", 1), ("Adam", 2), ("Lamb", 1)])
 def test_a_parameter_without_elements_in_shards(name: str, stage: int) -> None:
     config = {

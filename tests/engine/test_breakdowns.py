@@ -25,7 +25,7 @@ from jaxpipe.schedules import draw
 PROFILE = {"enabled": True, "profile_step": 2, "top_modules": 2}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_times_memory_and_operations(tmp_path: Path) -> None:
     lines: list[str] = []
     events: list[Event] = []

@@ -8,7 +8,7 @@ import flax.linen as nn
 import grain.python as grain
 import numpy as np
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _leaves import assert_same, leaves, scalars
 from _refusals import assert_refused
 from _small import FEATURES, MICROBATCH, build, build_alone, entries, entry, module
@@ -184,7 +184,7 @@ def test_an_iterator_that_is_set(engine: PipelineEngine, tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls torch so
-@pytest.mark.parametrize("is_endless", soak_after(1, [False, True]))
+@pytest.mark.parametrize("is_endless", sweep(1, [False, True]))
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_that_is_set(
     name: str, is_endless: bool, engine: PipelineEngine, tmp_path: Path
@@ -295,7 +295,7 @@ WITHOUT: dict[str, tuple[str, Callable[[PipelineEngine], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(2, [*WITHOUT]))
+@pytest.mark.parametrize("name", sweep(2, [*WITHOUT]))
 def test_a_place_that_cannot_be_saved(name: str, explicit: PipelineEngine, tmp_path: Path) -> None:
     """One warning at the first save, and one at each load."""
     engine = build_alone(example_batch=entry())
@@ -336,7 +336,7 @@ def test_iterators_that_are_made_for_each_batch_miss_no_place(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "loader",
-    slow_after(1, [lambda: RepeatingLoader(Sampled(ENTRIES)), lambda: Own(ENTRIES)]),
+    sweep(1, [lambda: RepeatingLoader(Sampled(ENTRIES)), lambda: Own(ENTRIES)]),
     ids=["loader", "own"],
 )
 def test_a_batch_that_was_interrupted_comes_again(loader: Any, tmp_path: Path) -> None:

@@ -101,7 +101,9 @@ def sizes(replicas: int) -> dict[str, Any]:
     ("make", "stages", "data", "config"),
     [
         (dense, 2, 2, {"zero_optimization": {"stage": 1}}),
-        (language, 2, 1, {"pipeline": {"split_vocabulary": True}}),
+        pytest.param(
+            language, 2, 1, {"pipeline": {"split_vocabulary": True}}, marks=pytest.mark.slow
+        ),
         pytest.param(dense, 1, 1, {}, marks=pytest.mark.soak),
         pytest.param(dense, 2, 2, {"zero_optimization": {"stage": 3}}, marks=pytest.mark.soak),
         pytest.param(frozen, 2, 1, {}, marks=pytest.mark.slow),
@@ -137,7 +139,7 @@ def test_it_has_the_losses_of_the_loop(
     assert_loss(found, loop.train_batch(6), ROUNDING)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "config",
     [

@@ -103,6 +103,7 @@ def engine() -> PipelineEngine:
     return build(module(data=2))
 
 
+@pytest.mark.slow
 def test_a_loader_is_read_from_one_iteration_of_it() -> None:
     engine, plain = build_alone(example_batch=entry()), build_alone(example_batch=entry())
     assert engine.training_dataloader is None

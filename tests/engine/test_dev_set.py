@@ -90,6 +90,7 @@ def test_a_mean_counts_every_sample_once() -> None:
     assert "metrics" not in found
 
 
+@pytest.mark.slow
 def test_layers_are_outside_training() -> None:
     layers = [LayerSpec(Reporting), LayerSpec(nn.Dense, 1)]
     engine = build(module(*layers), example_batch=entry())
@@ -101,6 +102,7 @@ def test_layers_are_outside_training() -> None:
     assert_loss(found["loss"], mean_square(outputs, labels))
 
 
+@pytest.mark.slow
 def test_training_data_stay_where_they_are() -> None:
     engine = build()
     engine.set_dataiterator(entries(count=4))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _models import ALL_MODELS, VOCAB, Block, Embed, Head, Model
 from _oracle import evaluation, make_batch, reference, sequential
 from _refusals import assert_refused
@@ -51,7 +51,7 @@ def shared() -> PipelineEngine:
     return engine
 
 
-@pytest.mark.parametrize("name", slow_after(1, ["small", "side", "tied"]))
+@pytest.mark.parametrize("name", sweep(1, ["small", "side", "tied"]))
 def test_training_and_evaluating(name: str) -> None:
     engine = build(name)
     batch = make_batch(ALL_MODELS[name], MICROBATCHES, 2)
@@ -121,6 +121,7 @@ def test_iterators(shared: PipelineEngine) -> None:
     assert engine.global_steps == 2
 
 
+@pytest.mark.slow
 def test_set_batch_fn_maps_every_entry() -> None:
     engine, plain = build(), build()
     engine.set_batch_fn(lambda entry: (entry["x"], entry["y"]))
@@ -138,6 +139,7 @@ def test_without_an_optimizer_it_only_evaluates() -> None:
     assert_refused(PipelineError, words, engine.train_batch, iter(entries()))
 
 
+@pytest.mark.slow
 def test_parameters_go_out_and_come_back() -> None:
     engine = build()
     engine.train_batch(iter(entries()))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _leaves import assert_same, differing, leaves, scalars
 from _refusals import assert_refused
 from _runs import FP16, KINDS, NOTHING, ZERO, Run, batch, moment, run_of
@@ -27,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FIRST = ("tied-reporting", "muon-zero", "fp16-zero")  # the third is slow
 
 
-@pytest.fixture(params=slow_after(2, [*FIRST, *(name for name in KINDS if name not in FIRST)]))
+@pytest.fixture(params=sweep(2, [*FIRST, *(name for name in KINDS if name not in FIRST)]))
 def run(request: pytest.FixtureRequest, root: Path) -> Run:
     return run_of(request.param, root)
 
@@ -41,7 +41,7 @@ def dense(*widths: int, **kwargs: Any) -> PipelineModule:
     return module(*(LayerSpec(nn.Dense, width) for width in widths), data=2, **kwargs)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_two_moments_differ_in_every_part(run: Run) -> None:
     changed = differing(run.early.leaves, run.late.leaves)
     assert any(key.startswith(run.kind.schedule) for key in changed) == (
@@ -134,7 +134,7 @@ def test_a_rate_that_was_set_is_kept(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "config", "scale"),
-    slow_after(
+    sweep(
         3,
         [
             ("fp16-zero", {}, 1.0),
@@ -224,6 +224,7 @@ def test_shapes_of_a_structured_batch(tmp_path: Path) -> None:
     assert_same(leaves(second), leaves(first))
 
 
+@pytest.mark.slow
 def test_an_engine_that_has_only_predicted(adam: Run, tmp_path: Path) -> None:
     inputs = entry(1, samples=4)[0]
     engine = build(dense(3, 1))
@@ -279,7 +280,7 @@ def split_engine(stages: int, model: int, data: int, **config: Any) -> Any:
     return jaxpipe.initialize(model=pipelined, config={**SIZES, "optimizer": ADAM, **config})[0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_layers_split_over_the_model_axis(tmp_path: Path) -> None:
     engine = split_engine(2, 2, 2, **ZERO)
     engine.train_batch(batch(0))

@@ -107,7 +107,7 @@ def test_predicting_any_number_of_samples(engine: PipelineEngine, count: int) ->
     np.testing.assert_allclose(found, apply(engine, inputs), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_predicting_before_anything_else() -> None:
     engine = build()
     inputs = entry()[0]

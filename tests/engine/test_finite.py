@@ -162,6 +162,7 @@ def test_make_pipeline_does_not_apply_it_either(precision: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
 
 
+@pytest.mark.slow
 def test_after_a_stop_the_state_is_saved_and_trained_on(tmp_path: Path) -> None:
     """As if the batch had been skipped, with and without a checkpoint in between."""
     engine, skipping = build(), build(config={"nonfinite": "skip"})

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _refusals import assert_refused
 from _small import SIZES, build, entry, module
 
@@ -62,6 +62,7 @@ def test_a_checkpoint_without_what_is_frozen_opens_on_top_of_it(tmp_path: Path) 
     assert_refused(CheckpointError, words, whole.load_checkpoint, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_goes_both_ways(tmp_path: Path) -> None:
     one = engine()
     one.train_batch(batches(1))
@@ -88,6 +89,7 @@ def test_frozen_parameters_are_held_once_in_the_dtype_they_compute_in() -> None:
     one.train_batch(batches(1))
 
 
+@pytest.mark.slow
 def test_a_step_needs_less_memory() -> None:
     """Of 4 bytes a parameter each: Adam's two moments, and the sum of gradients."""
     wide, sizes = 256, []
@@ -107,9 +109,9 @@ def test_a_step_needs_less_memory() -> None:
     assert temporaries - less >= 0.99 * per_stage
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", slow_after(1, [1, 0, 3]))
-@pytest.mark.parametrize("dtype", soak_after(1, ["bf16", "fp16"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("zero_stage", sweep(1, [1, 0, 3]))
+@pytest.mark.parametrize("dtype", sweep(1, ["bf16", "fp16"]))
 def test_without_an_optimizer_all_are_held_in_the_dtype_they_compute_in(
     dtype: str, zero_stage: int, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """Texts that a pipeline goes on with, against the sequential model one token after another."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _refusals import assert_refused
 
 import jaxpipe
@@ -79,6 +80,11 @@ def prompts(count: int, length: int = 5) -> np.ndarray:
     return np.random.default_rng(3).integers(0, VOCAB, (count, length)).astype(np.int32)
 
 
+@functools.cache
+def applied(engine: PipelineEngine) -> Any:
+    return jax.jit(lambda params, text, side: engine.module.apply(params, text, side=side))
+
+
 def alone(
     engine: PipelineEngine,
     prompt: np.ndarray,
@@ -88,7 +94,7 @@ def alone(
     """Without padding, one sample at a time."""
     text, params = prompt[None], engine.module_state_dict()
     for step in range(NEW):
-        logits = engine.module.apply(params, text, side=side(text.shape[1]))[0, -1]
+        logits = applied(engine)(params, text, side(text.shape[1]))[0, -1]
         text = np.concatenate([text, [[choose(logits, step)]]], axis=1).astype(np.int32)
     return text[0, len(prompt) :].tolist()
 
@@ -98,7 +104,7 @@ def alone(
     [
         (2, 2, {"pipeline": {"split_vocabulary": True}}),
         pytest.param(2, 1, {}, marks=pytest.mark.soak),
-        pytest.param(2, 2, {"zero_optimization": {"stage": 3}}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"zero_optimization": {"stage": 3}}, marks=pytest.mark.soak),
     ],
 )
 def test_tokens_are_those_of_one_device(stages: int, data: int, settings: Any) -> None:
@@ -146,9 +152,7 @@ FIRST = ("whole", "marked")
 ONE_PROGRAM = ("marked", "llama", "gpt2")
 
 
-@pytest.mark.parametrize(
-    "name", slow_after(2, sorted(LAYERS, key=FIRST.__contains__, reverse=True))
-)
+@pytest.mark.parametrize("name", sweep(1, sorted(LAYERS, key=FIRST.__contains__, reverse=True)))
 def test_padding_changes_no_token(name: str) -> None:
     """Nor do tokens that the model does not have, beside the texts and after their end."""
     engine = build(1, 1, LAYERS[name])
@@ -162,6 +166,7 @@ def test_padding_changes_no_token(name: str) -> None:
     assert len(programs) == 1
 
 
+@pytest.mark.slow
 def test_side_inputs_of_positions_and_of_whole_texts() -> None:
     example = {"visible": np.ones((2, 5), np.float32), "shift": np.ones(2, np.float32)}
     engine = build(1, 1, around(LayerSpec(Whole)), [example])

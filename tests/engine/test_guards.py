@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _refusals import assert_refused
 from _small import SIZES, build, entries, entry, module
 
@@ -41,10 +41,10 @@ def language_model(*layers: Any, **sections: Any) -> PipelineEngine:
     )[0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("dtype", "zero_stage", "split"),
-    slow_after(
+    sweep(
         1,
         [("fp16", 1, True), ("bf16", 0, True), ("bf16", 3, False), ("fp16", 3, False)],
         unpack=True,
@@ -77,7 +77,7 @@ def test_transformer_layers_under_strict_promotion() -> None:
 
 @pytest.mark.parametrize(
     "sections",
-    slow_after(
+    sweep(
         1,
         [
             {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}},

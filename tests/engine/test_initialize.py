@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _models import VOCAB, Embed, Head, cross_entropy
 from _refusals import assert_refused
 
@@ -120,7 +120,7 @@ def test_num_stages_alone_takes_all_devices() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", slow_after(1, [("data", "stage"), ("stage", "data")]))
+@pytest.mark.parametrize("axes", sweep(1, [("data", "stage"), ("stage", "data")]))
 def test_a_mesh_of_jax(axes: tuple[str, str]) -> None:
     shape = tuple({"stage": 2, "data": 2}[axis] for axis in axes)
     mesh = jax.make_mesh(shape, axes, devices=jax.devices()[4:])
@@ -173,6 +173,7 @@ def test_a_model_axis_is_refused_or_runs() -> None:
     assert np.isfinite(float(engine.train_batch(iter([entry(samples=4)] * 2))))
 
 
+@pytest.mark.slow
 def test_shapes_are_known_with_an_example_only() -> None:
     example = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, entry()))
     engine, *_ = initialize(example_batch=example)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _covering import soak_after
+from _covering import sweep
 from _refusals import assert_refused
 from _small import MICROBATCHES, build, entries, entry, mean_square
 
@@ -281,7 +281,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", soak_after(2, ["loader", "unpipelined", "list"]))
+@pytest.mark.parametrize("kind", sweep(2, ["loader", "unpipelined", "list"]))
 def test_ctrl_c_at_random_moments(kind: str) -> None:
     command = [sys.executable, str(HERE / "_train_interrupted.py"), "60", kind, "1"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
@@ -310,7 +310,7 @@ def test_an_iterator_that_fills_one_buffer_again_and_again(engine: PipelineEngin
     assert found == wanted
 
 
-@pytest.mark.parametrize("call", ["evaluate", "generate", "eval_batch", "predict"])
+@pytest.mark.parametrize("call", sweep(1, ["evaluate", "generate", "eval_batch", "predict"]))
 def test_a_termination_in_an_evaluation_saves_and_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -357,6 +357,7 @@ def test_a_termination_in_an_evaluation_saves_and_ends_it(
     assert [path.name for path in tmp_path.glob("global_step*")] == ["global_step1"]
 
 
+@pytest.mark.slow
 def test_a_termination_within_a_batch_waits_for_its_step(tmp_path: Path) -> None:
     """An evaluation in the loader, or between forward and step, must not end half a batch."""
     engine = build(example_batch=entry())

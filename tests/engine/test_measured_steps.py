@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _small import build, entries, entry, module
 from test_profiles import model
 
@@ -33,10 +33,10 @@ def events(path: Path, process: int = 1) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("schedule", "cuts"),
-    slow_after(
+    sweep(
         1,
         [
             ("1f1b", [3]),
@@ -90,7 +90,7 @@ class Sleeper(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", soak_after(1, ["1f1b", "gpipe"]))
+@pytest.mark.parametrize("schedule", sweep(1, ["1f1b", "gpipe"]))
 def test_the_bubble_of_sleeping_layers(schedule: str, tmp_path: Path) -> None:
     stages, microbatches = 4, 6
     layers = [LayerSpec(Sleeper)] * stages
@@ -117,7 +117,7 @@ class Noisy(nn.Module):
         return nn.Dense(4)(nn.Dropout(0.5, deterministic=not train)(x))
 
 
-@pytest.mark.parametrize("stages", slow_after(1, [1, 4, 2]))
+@pytest.mark.parametrize("stages", sweep(1, [1, 4, 2]))
 def test_loops_in_layers_and_stages_of_last_layers(stages: int, tmp_path: Path) -> None:
     layers = [*[LayerSpec(Noisy)] * 4, LayerSpec(nn.Dense, 1)]
     cuts = {1: [0, 5], 2: [0, 2, 5], 4: [0, 1, 2, 4, 5]}[stages]
@@ -131,6 +131,7 @@ def test_loops_in_layers_and_stages_of_last_layers(stages: int, tmp_path: Path) 
     assert counts == {(stage, kind): 3 for stage, names in kinds.items() for kind in names}
 
 
+@pytest.mark.slow
 def test_idle_actions_that_are_computed_are_no_actions(tmp_path: Path) -> None:
     engine = build(model(), {"pipeline": {"skip_idle": False}}, example_batch=entry())
     with pytest.raises(

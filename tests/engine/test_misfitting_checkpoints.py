@@ -31,7 +31,7 @@ def dense(*widths: int, **kwargs: Any) -> PipelineModule:
     return module(*(LayerSpec(nn.Dense, width) for width in widths), data=2, **kwargs)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("source", "target", "match"),
     [
@@ -62,6 +62,7 @@ def other() -> Any:
     return engine
 
 
+@pytest.mark.slow
 def test_a_refused_load_leaves_shapes_open(root: Path, adam: Run) -> None:
     wide = build(dense(5, 1), example_batch=tuple(np.ones((4, n), np.float32) for n in (7, 1)))
     wide.save_checkpoint(root / "wide")
@@ -90,6 +91,7 @@ def test_what_fits_is_loaded(adam: Run, other: Any) -> None:
     assert np.isfinite(float(other.train_batch(batch(3))))
 
 
+@pytest.mark.slow
 def test_what_fits_in_an_engine_that_has_no_state_yet(adam: Run) -> None:
     engine = build(module(LayerSpec(nn.Dense, 3), LayerSpec(nn.Dense, 1, use_bias=False), data=2))
     with pytest.warns(UserWarning, match=r"unexpected: layers/1_Dense/bias\. The rest is"):

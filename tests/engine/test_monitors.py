@@ -17,6 +17,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import pytest
+from _covering import sweep
 from _refusals import assert_refused
 from _small import Reporting, build, build_alone, entries, entry, module
 
@@ -172,7 +173,7 @@ def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("is_own", sweep(1, [True, False]))
 def test_mlflow_without_a_server(
     is_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +204,7 @@ def test_mlflow_without_a_server(
         mlflow.end_run()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_trackio_on_this_machine(tmp_path: Path) -> None:
     """In a process of its own: Trackio reads its folder from the environment when imported."""
     pytest.importorskip("trackio")

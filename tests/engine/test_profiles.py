@@ -8,7 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _small import build, entries, entry, module
 
 from jaxpipe import LayerSpec
@@ -45,7 +45,7 @@ def words(paths: set[str]) -> set[str]:
 
 @pytest.mark.parametrize(
     ("cuts", "pipeline", "more"),
-    slow_after(
+    sweep(
         1,
         [
             ([3], {"schedule": "zero-bubble-h1"}, {"weight_gradient"}),

@@ -58,6 +58,7 @@ def test_another_number_of_microbatches_compiles_too(
     ]
 
 
+@pytest.mark.slow
 def test_products_have_the_precision_of_each_call() -> None:
     engine = build_alone()
 
@@ -78,6 +79,7 @@ def test_products_have_the_precision_of_each_call() -> None:
     assert precisions() == {"[DEFAULT, DEFAULT"}
 
 
+@pytest.mark.slow
 def test_programs_are_bounded_and_can_be_dropped(
     engine: PipelineEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _refusals import assert_refused
 from _small import ADAM, MICROBATCHES, Reporting, build, build_alone, entries, entry, module
 
@@ -53,7 +53,7 @@ def test_what_follows_a_schedule_cannot_be_set(scheduled: PipelineEngine) -> Non
     assert scheduled.get_lr() == scheduled.get_lr() != [0.5]
 
 
-@pytest.mark.parametrize("stage", soak_after(1, [1, 0]))
+@pytest.mark.parametrize("stage", sweep(1, [1, 0]))
 def test_rates_can_be_set(stage: int) -> None:
     optimizer = optax.chain(
         optax.scale(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
@@ -121,7 +121,7 @@ def test_rates_before_shapes_are_known(arguments: dict[str, Any], rates: Any, mo
         assert_refused(PipelineError, f"{words} ... Name the optim", ask)
 
 
-@pytest.mark.parametrize("rate", slow_after(1, [0.001, 3e-4, 5e-5 * 8**0.5, 1 / 3, 1]))
+@pytest.mark.parametrize("rate", sweep(1, [0.001, 3e-4, 5e-5 * 8**0.5, 1 / 3, 1]))
 def test_numbers_come_back_as_they_were_written(rate: float) -> None:
     betas = [0.9, 1 - 1 / 3]
     engine = build_alone(
@@ -162,6 +162,7 @@ def test_before_the_first_batch() -> None:
     )
 
 
+@pytest.mark.slow
 def test_overflow_skips_lowers_and_ends() -> None:
     engine = build_alone(config={"fp16": FP16, "gradient_clipping": 1.0, "scheduler": WARMUP})
     good, bad = list(entries()), [(x * np.float32(np.inf), y) for x, y in entries()]
@@ -253,6 +254,7 @@ def test_a_line_every_few_steps() -> None:
         )
 
 
+@pytest.mark.slow
 def test_lines_go_to_stderr_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
     build(config={"steps_per_print": 1}).train_batch(entries())
     out, err = capsys.readouterr()
@@ -271,6 +273,7 @@ def test_lines_go_to_stderr_unless_told_otherwise(capsys: pytest.CaptureFixture[
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_shared_table_counts_once() -> None:
     lines: list[str] = []
     tied = functools.partial(TiedLayerSpec, "table", nn.Embed, 8, 4)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _refusals import assert_refused
 from _small import SIZES as CONFIG
 from _small import entry, module
@@ -62,9 +62,10 @@ def test_a_pipeline_without_an_engine() -> None:
     assert pipeline.states.struct.loss_scale.scale.shape == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sections", "given", "wanted"),
-    slow_after(
+    sweep(
         2,
         [
             ({"fp16": {"enabled": True}}, False, "float32"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _covering import sweep
 from _refusals import assert_refused
 from _small import build_alone, entries, entry
 
@@ -137,7 +138,7 @@ def test_an_engine_may_move_from_thread_to_thread(engine: PipelineEngine) -> Non
     assert engine.global_steps == int(engine.state.step) == before + 2
 
 
-@pytest.mark.parametrize("beside", ["train_batch", "eval_batch", "save_checkpoint"])
+@pytest.mark.parametrize("beside", sweep(1, ["train_batch", "eval_batch", "save_checkpoint"]))
 def test_three_threads_again_and_again(engine: PipelineEngine, tmp_path: Path, beside: str) -> None:
     before, ended = engine.global_steps, Counter[str]()
 

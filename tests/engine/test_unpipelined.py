@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _models import bend
 from _refusals import assert_refused
 from _tolerances import BFLOAT16, FLOAT16, GRADIENT, assert_close, assert_loss, tree_error
@@ -113,8 +113,8 @@ def call(engine: UnpipelinedEngine, batch: list[Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("data", slow_after(2, [8, 1, 2]))
-@pytest.mark.parametrize("count", soak_after(1, [3, 1]))
+@pytest.mark.parametrize("data", sweep(2, [8, 1, 2]))
+@pytest.mark.parametrize("count", sweep(1, [3, 1]))
 def test_a_plain_loop_on_one_device(count: int, data: int) -> None:
     optimizer = optax.adam(1e-2)
     model = Net()
@@ -192,7 +192,7 @@ FP16 = {
 
 @pytest.mark.parametrize(
     ("model", "loss_fn", "config"),
-    slow_after(
+    sweep(
         1,
         [
             (
@@ -251,7 +251,7 @@ class Limited(nn.Module):
 
 @pytest.mark.parametrize(
     ("config", "scale", "tolerance"),
-    slow_after(
+    sweep(
         1,
         [
             ({"fp16": {"enabled": True}}, 2.0**12, FLOAT16),
@@ -384,6 +384,7 @@ def test_weights_beside_losses_of_layers() -> None:
     assert_refused(PipelineError, words + "Call train_batch", call, *entries(1)[0])
 
 
+@pytest.mark.slow
 def test_a_model_whose_output_is_the_loss() -> None:
     engine = build(OwnLoss(), None)
     x, y = entries(1)[0]
@@ -472,7 +473,7 @@ def test_parameters_that_are_not_the_models_are_refused_at_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", soak_after(1, [3, 2]))
+@pytest.mark.parametrize("stage", sweep(1, [3, 2]))
 def test_zero_2_and_3_divide_weights_over_the_replicas(stage: int) -> None:
     engine, whole = (
         build(Net(), data=2, count=2, config={"zero_optimization": {"stage": s}})

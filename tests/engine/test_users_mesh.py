@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _covering import soak_after
+from _covering import sweep
 from _small import ADAM, SIZES, build, entry, mean_square, module
 from _tolerances import LOSS
 from jax.sharding import AxisType, Mesh
@@ -108,9 +108,14 @@ def without(run: Callable[[Path], dict[str, float]], folder: Path) -> dict[str, 
     return run(folder)
 
 
-@pytest.mark.parametrize("name", soak_after(2, list(MESHES)))
+@pytest.mark.parametrize("name", sweep(2, list(MESHES)))
 @pytest.mark.parametrize(
-    "run", [loader_calls, calls, steps, pytest.param(tools, marks=pytest.mark.slow)]
+    "run",
+    [
+        steps,
+        pytest.param(loader_calls, marks=pytest.mark.slow),
+        *(pytest.param(run, marks=pytest.mark.soak) for run in (calls, tools)),
+    ],
 )
 def test_what_it_computes(
     run: Callable[[Path], dict[str, float]], name: str, tmp_path_factory: pytest.TempPathFactory

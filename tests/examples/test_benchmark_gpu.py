@@ -31,7 +31,7 @@ def promoting() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_only_stage_of_a_pipeline_computes_what_the_pipeline_does() -> None:
     job = replace(JOB, stages=1)
     pipeline = job.pipeline(jax.devices()[:1])
@@ -55,7 +55,7 @@ def _is_key(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "job", [JOB, pytest.param(replace(JOB, split_vocab=True), marks=pytest.mark.slow)]
 )
@@ -76,7 +76,7 @@ def test_every_part_finds_something() -> None:
     assert all(f"\n{part}\n\n{head}" in printed for part in PARTS if part != "beside")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_middle_stage_does_not_multiply_zeros() -> None:
     job = replace(JOB, blocks=4, stages=4)
     one = OneStage(job, HARDWARE["h100"])
@@ -84,12 +84,13 @@ def test_a_middle_stage_does_not_multiply_zeros() -> None:
     assert 0 < metrics["grad_norm"] < 1e6
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_case_has_a_process_of_its_own() -> None:
     rows = measure_apart("env", "", TINY)
     assert [row.what for row in rows][:2] == ["devices", "JAX"]
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so() -> None:
     printed = run_benchmark("gpu", status=2)
     assert "default backend must be a GPU, but got 'cpu'" in printed

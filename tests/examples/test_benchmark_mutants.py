@@ -51,7 +51,7 @@ def test_every_change_is_one_of_an_expression_that_computes(
         ast.parse(SOURCE[: one.start] + one.after + SOURCE[one.stop :])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_mutant_that_tests_see_is_killed_and_the_source_is_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

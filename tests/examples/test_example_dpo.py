@@ -12,7 +12,7 @@ def read(printed: str) -> tuple[list[float], dict[str, Any]]:
     return losses, {name: json.loads(text) for name, text in held_out}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_four_stages_of_two_replicas_are_one_device() -> None:
     pipelined = run_example("dpo.py", "--steps", "12")
     losses, held_out = read(pipelined)

@@ -15,7 +15,7 @@ def completions(printed: str, when: str) -> list[str]:
     return re.findall(rf"^{when}: (.*)", printed, re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_it_learns_whole_and_by_adapters_of_what_it_wrote(tmp_path: Path) -> None:
     small, tuned = tmp_path / "small", tmp_path / "tuned"
     printed = run_example("finetune.py", "--out", str(small), "--steps", "30")
@@ -47,5 +47,6 @@ def test_help_trains_nothing() -> None:
     assert "--rank" in run_example("finetune.py", "--help")
 
 
+@pytest.mark.slow
 def test_a_folder_that_exists_is_not_written(tmp_path: Path) -> None:
     assert "exists" in run_example("finetune.py", "--out", str(tmp_path), status=1)

@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
-from _covering import soak_after
+from _covering import sweep
 from _run_example import run_example
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def test_the_first_block_of_the_readme_is_the_example() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    soak_after(
+    sweep(
         1,
         [
             "train_gpt.py",

@@ -228,6 +228,7 @@ jaxpipe.initialize(model=model, optimizer=optax.sgd(1.0), config={"train_batch_s
 """
 
 
+@pytest.mark.slow
 def test_a_platform_without_a_plugin(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(MODEL)
     environment = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _launching import is_running, launch, script, start, wait_until
 
 from jaxpipe.launch._members import Member, allow_files
@@ -37,7 +37,7 @@ def _run(here: Path, num_processes: int, source: str, *options: object) -> int:
 
 @pytest.mark.parametrize(
     ("ending", "code", "how"),
-    slow_after(
+    sweep(
         2,
         [
             ("sys.exit(3)", 3, "ended with exit code 3"),
@@ -75,7 +75,7 @@ IS_ENDED = (
 )
 
 
-@pytest.mark.parametrize("me", soak_after(1, [1, 0]))
+@pytest.mark.parametrize("me", sweep(1, [1, 0]))
 @pytest.mark.parametrize(
     ("cause", "consequence", "code", "error"),
     [
@@ -177,6 +177,7 @@ def test_a_stopped_process_ends_too(here: Path) -> None:
     assert _run(here, 2, source) == 1
 
 
+@pytest.mark.slow
 def test_a_stall_is_noticed(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = (
         WAIT
@@ -302,7 +303,7 @@ while True: time.sleep(1)
 
 @pytest.mark.parametrize(
     "numbers",
-    soak_after(1, [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGINT)]),
+    sweep(1, [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGINT)]),
     ids=["int", "hup"],
 )
 @pytest.mark.usefixtures("hangup")
@@ -396,6 +397,7 @@ if attempt != "2": time.sleep(300)
     assert [line.split()[1] for line in log] == ["0", "1", "2"]
 
 
+@pytest.mark.slow
 def test_restarts_are_counted(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert _run(here, 1, "note(); sys.exit(9)\n", "--max-restarts", 1) == 9
     assert "Attempt 2 of 2 ended with exit code 9.\n" in capfd.readouterr().err

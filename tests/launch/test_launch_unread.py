@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from _covering import soak_after
+from _covering import sweep
 from _launching import PATIENCE_S, script, start, wait_until
 
 # Prints until told to end, which it notices between two lines, as a training loop does between two
@@ -45,7 +45,7 @@ def _wait_until_blocked(here: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", soak_after(1, ["TERM", "death", "INT", "HUP"]))
+@pytest.mark.parametrize("how", sweep(1, ["TERM", "death", "INT", "HUP"]))
 def test_nobody_reads_and_the_job_ends(here: Path, how: str) -> None:
     program = script(here.parent, PROGRAM)
     with start(

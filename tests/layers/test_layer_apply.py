@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import soak_after
+from _covering import sweep
 from flax import nnx
 from jax.core import Tracer
 
@@ -60,7 +60,7 @@ def _loss_and_gradients(apply: Callable[[Any], jax.Array], params: Any) -> Any:
     return jax.jit(jax.value_and_grad(lambda p: jnp.sum(apply(p) ** 2)))(params)
 
 
-@pytest.mark.parametrize("train", soak_after(1, [True, False]))
+@pytest.mark.parametrize("train", sweep(1, [True, False]))
 def test_the_sequential_model_is_the_same_as_flax_by_hand(
     train: bool, language_params: Any
 ) -> None:
@@ -83,7 +83,7 @@ def test_dropout_is_keyed_by_the_key_and_the_place_of_the_layer() -> None:
     assert not np.array_equal(model.apply({}, x, train=True, key=jax.random.key(1)), first * third)
 
 
-@pytest.mark.parametrize("interval", soak_after(1, [3, 1]))
+@pytest.mark.parametrize("interval", sweep(1, [3, 1]))
 def test_recompute_changes_no_number(interval: int, language_params: Any) -> None:
     wrapped = []
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import soak_after
+from _covering import sweep
 from _refusals import check_refused
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
@@ -154,10 +154,10 @@ def test_what_is_traced_runs_on_the_devices_of_the_mesh() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("train", soak_after(1, [True, False]))
+@pytest.mark.parametrize("train", sweep(1, [True, False]))
 @pytest.mark.parametrize(
     "call",
-    soak_after(
+    sweep(
         3,
         [
             pytest.param(
@@ -250,7 +250,8 @@ def test_without_automatic_axes_nothing_is_compiled_and_annotations_mean_nothing
     assert not issubclass(seen[0], jax.core.Tracer)
 
 
-@pytest.mark.parametrize("mesh_axes", soak_after(1, [("stage", "data", "model"), ("x",)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_axes", sweep(1, [("stage", "data", "model"), ("x",)]))
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_users_own_mesh_may_be_around(mesh_axes: tuple[str, ...], axis_type: AxisType) -> None:
     shape = (8,) if len(mesh_axes) == 1 else (2, 2, 2)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _refusals import check_refused
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -73,7 +73,7 @@ def _specs(layer: Any, rules: Any = None, mesh: AbstractMesh = MESH) -> list[Par
 @pytest.mark.filterwarnings("ignore:.* must be whole on each replica")
 @pytest.mark.parametrize(
     ("names", "rules", "spec"),
-    soak_after(
+    sweep(
         7,
         [
             (("expert", "model"), None, P("expert", "model")),
@@ -149,7 +149,7 @@ class _Attention(nn.Module):
         )(x[None])[0]
 
 
-@pytest.mark.parametrize("spec", slow_after(1, [P(None, "model"), None]))
+@pytest.mark.parametrize("spec", sweep(1, [P(None, "model"), None]))
 def test_names_of_a_variable_that_is_made_in_another_shape(spec: PartitionSpec | None) -> None:
     """As in any call, Flax traces the initialiser in `apply` too."""
     layer = _Attention(("embed", "heads", "kv"), spec)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from flax import nnx
 
 import jaxpipe
@@ -92,8 +92,8 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("interval", slow_after(1, [2, 1, 5]))
-@pytest.mark.parametrize("name", slow_after(3, [*FUNCTIONS]))
+@pytest.mark.parametrize("interval", sweep(1, [2, 1, 5]))
+@pytest.mark.parametrize("name", sweep(1, [*FUNCTIONS]))
 def test_groups_change_no_gradient(plain: tuple[Any, Any, int], name: str, interval: int) -> None:
     params, expected, kept = plain
     module = PipelineModule(
@@ -107,7 +107,7 @@ def test_groups_change_no_gradient(plain: tuple[Any, Any, int], name: str, inter
 
 
 @pytest.mark.parametrize(
-    "policy", slow_after(1, [POLICIES.dots_saveable, None, POLICIES.save_only_these_names("none")])
+    "policy", sweep(1, [POLICIES.dots_saveable, None, POLICIES.save_only_these_names("none")])
 )
 @pytest.mark.parametrize("interval", [0, 2])
 def test_marks_change_no_gradient(plain: tuple[Any, Any, int], policy: Any, interval: int) -> None:
@@ -118,7 +118,7 @@ def test_marks_change_no_gradient(plain: tuple[Any, Any, int], policy: Any, inte
     assert _residual_bytes(module, params) < kept
 
 
-@pytest.mark.parametrize("index", soak_after(2, [0, 4, 1, 2, 3]))
+@pytest.mark.parametrize("index", sweep(2, [0, 4, 1, 2, 3]))
 def test_one_mark_is_enough(plain: tuple[Any, Any, int], index: int) -> None:
     params, expected, kept = plain
     specs = _specs()
@@ -194,7 +194,7 @@ def _own_policy(name: str) -> Callable[..., bool]:
     return policy
 
 
-@pytest.mark.parametrize("kind", [Block, NNXBlock])
+@pytest.mark.parametrize("kind", sweep(1, [NNXBlock, Block]))
 def test_layers_are_alike_where_their_marks_are(kind: type) -> None:
     def both(*names: str) -> Callable[..., Any]:
         return POLICIES.save_from_both_policies(*map(POLICIES.save_only_these_names, names))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _refusals import check_refused
 
 from jaxpipe import PipelineModule
@@ -168,7 +168,7 @@ def count(layers: list[Any]) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
-@pytest.mark.parametrize("name", slow_after(1, list(PUBLISHED)))
+@pytest.mark.parametrize("name", sweep(1, list(PUBLISHED)))
 def test_published_configurations_have_the_known_number_of_parameters(name: str) -> None:
     values, parameters = PUBLISHED[name]
     config = LlamaConfig.from_huggingface(values)
@@ -194,7 +194,7 @@ def test_the_layer_for_one_more_token_has_the_known_number_of_parameters() -> No
     assert count(llama(config, multi_token=True)) - 671_026_419_200 == 11_610_068_224
 
 
-@pytest.mark.parametrize("multi_token", slow_after(1, [True, False]))
+@pytest.mark.parametrize("multi_token", sweep(1, [True, False]))
 def test_names_of_files_go_both_ways(*, multi_token: bool) -> None:
     sizes = {
         "vocab_size": 32,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 
@@ -125,7 +125,7 @@ def applied(config: ExpertsConfig, params: Any, x: jax.Array) -> Any:
     )(params, x)
 
 
-@pytest.mark.parametrize("router", slow_after(2, ["crowded", "deepseek", *LATER]))
+@pytest.mark.parametrize("router", sweep(1, ["deepseek", "crowded", *LATER]))
 def test_all_gradients_are_those_of_a_loop_over_tokens(router: str) -> None:
     config = make_config(router)
     params, x = make(config)
@@ -146,8 +146,8 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("axes", slow_after(1, MESHES))
-@pytest.mark.parametrize("capacity_factor", slow_after(1, [None, 0.5]))
+@pytest.mark.parametrize("axes", sweep(1, MESHES))
+@pytest.mark.parametrize("capacity_factor", sweep(1, [None, 0.5]))
 def test_a_pipeline_has_the_gradients_of_one_device(
     axes: dict[str, int], capacity_factor: float | None
 ) -> None:
@@ -172,7 +172,7 @@ OTHERS: dict[str, tuple[dict[str, int], float | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(1, list(OTHERS)))
+@pytest.mark.parametrize("name", sweep(0, list(OTHERS)))
 def test_other_layouts_have_the_gradients_of_one_device(name: str) -> None:
     axes, capacity_factor, more = OTHERS[name]
     check_pipeline(axes, capacity_factor, **more)
@@ -230,6 +230,7 @@ def biased_model(num_stages: int) -> PipelineModule:
     )
 
 
+@pytest.mark.slow
 def test_a_correction_bias_keeps_its_bits_and_follows_the_load_of_the_whole_batch() -> None:
     module = biased_model(2)
     x = jax.random.normal(jax.random.key(0), (2, 2 * BATCH, LENGTH, 4))
@@ -300,6 +301,7 @@ def test_a_correction_bias_chooses_only() -> None:
     assert used.tolist() == [False] * (EXPERTS - 1) + [True]
 
 
+@pytest.mark.slow
 def test_losses_of_the_router() -> None:
     for router in ("mixtral", "deepseek"):
         config = make_config(router, balance=0.5, z_loss=0.25)

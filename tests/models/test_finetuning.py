@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import soak_after
+from _covering import sweep
 from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 
@@ -73,7 +73,7 @@ def texts_and_batch() -> tuple[list[Any], Any]:
 
 @pytest.mark.parametrize(
     ("axes", "settings"),
-    soak_after(
+    sweep(
         2,
         [
             ({"pipe": 2, "data": 2, "model": 2}, {"schedule": "zero-bubble"}),
@@ -85,7 +85,7 @@ def texts_and_batch() -> tuple[list[Any], Any]:
     ),
     ids=str,
 )
-@pytest.mark.slow
+@pytest.mark.soak
 def test_gradients_are_those_of_each_text_alone(
     axes: dict[str, int], settings: dict[str, Any]
 ) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import sweep
 from _settings import make_settings
 from _written import written
 
@@ -70,7 +71,7 @@ def tokens_of(*shape: int) -> Any:
     return np.random.default_rng(0).integers(0, VOCAB, shape).astype(np.int32)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", sweep(1, [True, False]))
 def test_logits_of_gpt2(*, tied: bool) -> None:
     model, values = make("GPT2:LMHeadModel", **GPT2, tie_word_embeddings=tied)
     config = GPT2Config.from_huggingface(values)
@@ -86,6 +87,7 @@ def test_logits_of_gpt2(*, tied: bool) -> None:
     assert_near(module.apply(params, tokens, side={"segment_ids": ids})[:, 5:], alone)
 
 
+@pytest.mark.slow
 def test_logits_of_bert() -> None:
     model, values = make("Bert:ForMaskedLM", **BERT, hidden_act="gelu")
     config = BertConfig.from_huggingface(values)
@@ -104,6 +106,7 @@ def test_logits_of_bert() -> None:
     assert_near(bare.apply(params, tokens, side=side), hidden)
 
 
+@pytest.mark.slow
 def test_packed_texts_of_bert_are_as_each_alone() -> None:
     _, values = make("Bert:ForMaskedLM", **BERT, hidden_act="gelu")
     module = PipelineModule(bert(BertConfig.from_huggingface(values)), num_stages=1)

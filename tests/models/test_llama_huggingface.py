@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _settings import make_settings
 from _written import written
 
@@ -205,7 +205,7 @@ def to_ours(model: Any, module: PipelineModule, config: LlamaConfig) -> Any:
     return params
 
 
-@pytest.mark.parametrize("case", slow_after(2, list(CASES)))
+@pytest.mark.parametrize("case", sweep(2, list(CASES)))
 def test_logits(case: str) -> None:
     family, changes = CASES[case]
     model, config = make(family, **changes)
@@ -323,6 +323,7 @@ def test_the_text_part_of_a_model_with_images_is_theirs(family: str, tmp_path: P
     np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_packed_texts_are_as_each_alone() -> None:
     model, config = make("Qwen2", **WINDOWS)
     module = PipelineModule(llama(config), num_stages=1)
@@ -380,8 +381,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", list(STEPS))
+@pytest.mark.parametrize("family", sweep(0, list(STEPS)))
 def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> None:
     model, config = make(family, **{**STEPS[family], "num_hidden_layers": 4})
     topology = PipeDataParallelTopology(4, 2)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 
@@ -171,7 +171,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_after(1, list(CASES), soak=True))
+@pytest.mark.parametrize("case", sweep(1, list(CASES)))
 def test_gradients(case: str) -> None:
     changes, axes, settings = CASES[case]
     check(llama(LlamaConfig(**{**SIZES, **changes})), axes, **settings)
@@ -242,22 +242,15 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "case",
-    [
-        "every",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "llama4")),
-        *(
-            pytest.param(name, marks=pytest.mark.soak)
-            for name in ("gpt_oss", "gemma_untied", "unrotated")
-        ),
-    ],
+    sweep(0, ["every", "gemma", "llama4", "gpt_oss", "gemma_untied", "unrotated"]),
 )
 def test_gradients_of_the_parts_of_families(case: str) -> None:
     changes, axes, settings = PARTS[case]
     check(llama(LlamaConfig(**{**SIZES, "num_hidden_layers": 2, **changes})), axes, **settings)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", soak_after(1, ["gpt2", "bert"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("family", sweep(1, ["gpt2", "bert"]))
 def test_gradients_of_other_families(family: str) -> None:
     plain = {"initializer_range": 0.3}
     config = GPT2Config(VOCAB, LENGTH, 16, 2, 4, None, 0.0, 0.0, 0.0, **plain)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_after(1, list(CASES), soak=True))
+@pytest.mark.parametrize("case", sweep(0, list(CASES)))
 def test_loss_and_gradients_are_those_of_the_plain_model(case: str) -> None:
     changes, axes, settings = CASES[case]
     config = replace(CONFIG, **changes)
@@ -133,7 +133,7 @@ def make_engine(**pipeline: Any) -> Any:
     return engine
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_engine_trains_generates_and_reports_both_losses() -> None:
     engine = make_engine()
     tokens = np.random.default_rng(0).integers(0, VOCAB, (4, LENGTH + 1)).astype(np.int32)

@@ -4,6 +4,7 @@ from itertools import product
 
 import jax
 import numpy as np
+import pytest
 
 from jaxpipe import PipelineModule
 from jaxpipe.models import LayerPattern, LlamaConfig, llama
@@ -24,6 +25,7 @@ def test_tokens_share_a_chunk_if_they_do_in_their_text() -> None:
             assert (found[b, i] == found[b, j]) == are_together, (size, is_packed)
 
 
+@pytest.mark.slow
 def test_positions_of_the_caller_may_begin_in_the_middle_of_a_chunk() -> None:
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     config = LlamaConfig(

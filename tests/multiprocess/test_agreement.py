@@ -38,7 +38,7 @@ def test_replicas_that_differ_are_told_and_cost_no_checkpoint(tmp_path: Path) ->
         jaxpipe.checkpoint.verify_checkpoint(path, tag)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_replicas_of_one_process_that_differ_are_told(tmp_path: Path) -> None:
     actions = [
         ["train", 0, 1],
@@ -74,7 +74,7 @@ def test_later_batches_that_differ_within_a_replica(tmp_path: Path) -> None:
         assert len(trained) == len(last) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_process_reads_checkpoints_by_itself(tmp_path: Path) -> None:
     """And saving goes on after it."""
     path = str(tmp_path / "kept")
@@ -93,8 +93,8 @@ def test_one_process_reads_checkpoints_by_itself(tmp_path: Path) -> None:
     assert [each[5][2] for each in results] == [2, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.soak
 def test_a_process_whose_storage_takes_nothing_is_told_in_all(tmp_path: Path) -> None:
     """At once, or where a thread saves as soon as it has been silent for a while.
 
@@ -112,7 +112,7 @@ def test_a_process_whose_storage_takes_nothing_is_told_in_all(tmp_path: Path) ->
     jaxpipe.checkpoint.verify_checkpoint(path, "after")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_error_whose_text_cannot_be_sent_or_made(tmp_path: Path) -> None:
     texts = ["\udcff", "\ud800", "none"]
     actions = [*(["error", "train_undecodable", text] for text in texts), ["train", 0, 1]]

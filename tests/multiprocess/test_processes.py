@@ -9,7 +9,7 @@ import _disk_store  # noqa: F401
 import jax
 import numpy as np
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _job import Job, free_port, run_job
 from _layouts import Layout, own_samples, shared_engine, text_lengths, train
 from _tolerances import ROUNDING, assert_loss
@@ -30,7 +30,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(1, sorted(JOBS)))
+@pytest.mark.parametrize("name", sweep(1, sorted(JOBS)))
 def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
     processes, devices, layout = JOBS[name]
     results = run_job(
@@ -55,10 +55,10 @@ def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("layout", "counts"),
-    soak_after(
+    sweep(
         1,
         [
             ({"stages": 2, "data": 2, "spread": True}, (7,)),
@@ -172,7 +172,7 @@ def test_checkpoints_on_a_store(tmp_path: Path) -> None:
     assert_loss(opened[0][1], written[0][5], tolerance=ROUNDING)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_data_go_on_where_they_stood_with_fewer_processes(tmp_path: Path) -> None:
     path = str(tmp_path / "kept")
     layout: dict[str, Any] = {"stages": 1, "data": 2}
@@ -183,7 +183,7 @@ def test_data_go_on_where_they_stood_with_fewer_processes(tmp_path: Path) -> Non
     assert_loss(alone[0][1], written[0][2], tolerance=ROUNDING)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_files_of_another_library_are_read_by_two_processes_or_by_none(tmp_path: Path) -> None:
     layout: dict[str, Any] = {"stages": 2, "data": 1}
     engine = Layout(**layout).engine()

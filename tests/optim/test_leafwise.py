@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _optimizers import refusing_empty_trees
 from _oracle import Case, cached_reference, sequential
 from _tolerances import assert_close
@@ -68,7 +68,7 @@ COUPLING = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(1, [*LEAFWISE]))
+@pytest.mark.parametrize("name", sweep(1, [*LEAFWISE]))
 def test_leafwise_optimisers_do_what_they_do_unpipelined(name: str) -> None:
     optimizer = LEAFWISE[name]
     case = Case(stages=4, cut="trunk", optimizer=optimizer)
@@ -108,7 +108,8 @@ def test_coupling_optimisers_are_refused_on_several_stages(name: str) -> None:
         case.pipeline()
 
 
-@pytest.mark.parametrize("name", slow_after(2, [*COUPLING]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sweep(2, [*COUPLING]))
 def test_coupling_optimisers_are_allowed_on_one_stage(name: str) -> None:
     case = Case(stages=1, microbatches=1, optimizer=COUPLING[name])
     assert case.pipeline().init().step == 0

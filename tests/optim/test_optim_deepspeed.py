@@ -195,6 +195,7 @@ def test_pytorchs_optimizers_update_by_update(
         np.testing.assert_allclose(values, weight.detach().numpy(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_muon_updates_by_update() -> None:
     muon = pytest.importorskip("deepspeed.runtime.zero.muon.original_muon")
     rng = np.random.default_rng(0)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import soak_after
+from _covering import sweep
 
 from jaxpipe.optim import LossScaler, LossScaleState
 
@@ -87,7 +87,7 @@ SECTIONS = [
 MIXED = [SECTIONS[7 * i % len(SECTIONS)] for i in range(len(SECTIONS))]
 
 
-@pytest.mark.parametrize("section", soak_after(12, MIXED), ids=repr)
+@pytest.mark.parametrize("section", sweep(12, MIXED), ids=repr)
 def test_every_pattern_of_overflows(section: Section) -> None:
     patterns = np.array(list(product([False, True], repeat=8)))
     states = _run(LossScaler.from_section(section), patterns)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import soak_after
+from _covering import sweep
 
 from jaxpipe.optim import OneCycle, make_optimizer
 
@@ -89,7 +89,7 @@ ADAM = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "a
 ADAM |= {"bias_correction": True, "amsgrad": False}
 
 
-@pytest.mark.parametrize("flags", soak_after(8, [*list(product([False, True], repeat=4))]))
+@pytest.mark.parametrize("flags", sweep(8, [*list(product([False, True], repeat=4))]))
 def test_adam_in_every_mode(flags: tuple[bool, bool, bool, bool]) -> None:
     names = ("adam_w_mode", "bias_correction", "amsgrad", "maximize")
     params = {

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _optimizers import refusing_empty_trees
 from _refusals import check_refused
 from _settings import make_settings
@@ -106,7 +106,7 @@ def test_labels_by_layer_do_what_they_do_unpipelined(stages: int) -> None:
     )
 
 
-@pytest.mark.parametrize("name", slow_after(0, [*OPTAX]))
+@pytest.mark.parametrize("name", sweep(0, [*OPTAX]))
 def test_optimizers_of_optax_are_refused_or_do_what_they_do_unpipelined(name: str) -> None:
     optimizer = optax_optimizers()[name](learning_rate=0.1, **NEEDED.get(name, {}))
     try:
@@ -137,7 +137,7 @@ BY_SHAPE = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(1, [*BY_SHAPE]))
+@pytest.mark.parametrize("name", sweep(1, [*BY_SHAPE]))
 def test_what_looks_at_shapes_does_so_on_whole_leaves(name: str) -> None:
     optimizer = optax.chain(BY_SHAPE[name], optax.sgd(0.1))
     pipeline = build(optimizer, replicas=2, zero_stage=1)
@@ -252,9 +252,7 @@ def test_refused() -> None:
         pytest.param(optax.lookahead(optax.sgd(1.0), 2, 0.5), "'fast'.*ad, whose", id="pairs"),
     ],
 )
-@pytest.mark.parametrize(
-    ("stages", "zero_stage"), soak_after(2, [(1, 0), (2, 1), (2, 0)], unpack=True)
-)
+@pytest.mark.parametrize(("stages", "zero_stage"), sweep(2, [(1, 0), (2, 1), (2, 0)], unpack=True))
 def test_an_optimizer_that_asks_for_more(
     optimizer: optax.GradientTransformation, missing: str, stages: int, zero_stage: int
 ) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _oracle import SCHEDULES
 from _settings import make_settings
 from _tolerances import GRADIENT, assert_close, assert_loss
@@ -126,8 +126,8 @@ def check(pipeline: Pipeline, model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interval", slow_after(1, [0, 1]))
-@pytest.mark.parametrize("schedule", slow_after(1, ["interleaved", "1f1b", "zero-bubble"]))
+@pytest.mark.parametrize("interval", sweep(1, [0, 1]))
+@pytest.mark.parametrize("schedule", sweep(1, ["interleaved", "1f1b", "zero-bubble"]))
 def test_complex_activations_between_stages(schedule: str, interval: int) -> None:
     check(
         pipeline_of(module_of("complex", activation_checkpoint_interval=interval), schedule),
@@ -137,8 +137,8 @@ def test_complex_activations_between_stages(schedule: str, interval: int) -> Non
 
 @pytest.mark.parametrize(
     ("schedule", "interval", "scan_trunk"),
-    slow_after(
-        1, [("interleaved", 1, False), ("1f1b", 0, False), ("zero-bubble", 0, True)], unpack=True
+    sweep(
+        0, [("interleaved", 1, False), ("1f1b", 0, False), ("zero-bubble", 0, True)], unpack=True
     ),
 )
 def test_complex_numbers_inside_layers(schedule: str, interval: int, scan_trunk: bool) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _models import (
     DIM,
     ROWS,
@@ -205,7 +205,7 @@ def unpipelined(case: Case, module: PipelineModule, params: Any, batch: Any) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
+@pytest.mark.parametrize("case", sweep(1, CASES), ids=str)
 def test_each_layer_sees_the_cotangent_of_the_whole_batchs_loss(case: Case) -> None:
     module, batch = build(case)
     scaler = (

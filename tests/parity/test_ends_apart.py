@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _oracle import Case, evaluation, whole_reference
 from _tolerances import assert_close, assert_loss
 
@@ -94,8 +94,8 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", soak_after(1, ["computed_at_the_ends", "masked", "skipped"]))
-@pytest.mark.parametrize("case", slow_after(1, CASES, soak=True), ids=str)
+@pytest.mark.parametrize("policy", sweep(1, ["computed_at_the_ends", "masked", "skipped"]))
+@pytest.mark.parametrize("case", sweep(1, CASES), ids=str)
 def test_loss_and_every_gradient(monkeypatch: pytest.MonkeyPatch, case: Case, policy: str) -> None:
     """With idle actions computed everywhere, or skipped everywhere.
 

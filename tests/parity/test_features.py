@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import Chosen, first_values_then_pairs, slow_after, soak_after
+from _covering import Chosen, first_values_then_pairs, sweep
 from _models import MODELS
 from _oracle import Case, block_of, make_batch, sequential_model, whole_reference
 from _settings import make_settings
@@ -112,7 +112,7 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         0,
         [
             Case(stages=2, data=4, cut="trunk", optimizer=ADAM, settings=ZERO),
@@ -126,7 +126,6 @@ def check(case: Case) -> None:
             Case(model="tied", stages=2, data=4, cut="front", optimizer=LAMB, settings=ZERO),
             Case(stages=2, data=2, optimizer=ADAFACTOR, settings=ZERO),
         ],
-        soak=True,
     ),
     ids=str,
 )
@@ -137,7 +136,7 @@ def test_zero(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Case(stages=4, data=2, optimizer=SGD, settings={"gradient_clipping": 0.3}),
@@ -176,7 +175,7 @@ def test_clipping_by_the_norm_of_the_whole_model(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Case(model="norm", stages=4, data=2, cut="trunk", optimizer=SGD),
@@ -203,7 +202,7 @@ def test_collections_reports_and_weighted_losses(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    soak_after(
+    sweep(
         1,
         [
             Case(model="norm_reports", stages=2, data=2, cut="front", optimizer=SGD, settings=ZERO),
@@ -303,7 +302,7 @@ def test_a_number_among_the_outputs_has_an_entry_for_each_replica() -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize(
-    ("stages", "data"), slow_after(1, [(2, 2), (4, 1), (1, 1), (2, 1)], unpack=True)
+    ("stages", "data"), sweep(1, [(2, 2), (4, 1), (1, 1), (2, 1)], unpack=True)
 )
 def test_clipping_four_scalar_layers(stages: int, data: int, zero_stage: int) -> None:
     weights = (1.0, 2.0, 0.5, 3.0)

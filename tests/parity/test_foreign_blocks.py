@@ -116,7 +116,7 @@ ALL_MODELS.update(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "case",
     [

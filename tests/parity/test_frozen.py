@@ -7,7 +7,7 @@ from typing import Any
 
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _frozen import check
 from _oracle import Case
 
@@ -22,7 +22,7 @@ def of_biases(path: str) -> bool:
 
 @pytest.mark.parametrize(
     ("case", "trainable"),
-    slow_after(
+    sweep(
         1,
         [
             (
@@ -56,7 +56,7 @@ KERNELS, SOME = r"Block/.*kernel|tied|Head|table", r"/(3|5)_|Head|embedding|tabl
 
 @pytest.mark.parametrize(
     ("model", "schedule", "optimizer", "trainable"),
-    slow_after(
+    sweep(
         0,
         [
             ("linen", "gpipe", LAMB, KERNELS),
@@ -76,7 +76,6 @@ KERNELS, SOME = r"Block/.*kernel|tied|Head|table", r"/(3|5)_|Head|embedding|tabl
             ("side", "interleaved", LAMB, "embedding"),
         ],
         unpack=True,
-        soak=True,
     ),
 )
 def test_everything_at_once(model: str, schedule: str, optimizer: Any, trainable: Any) -> None:
@@ -84,9 +83,9 @@ def test_everything_at_once(model: str, schedule: str, optimizer: Any, trainable
     check(Case(model, 2, 2, schedule=schedule, optimizer=optimizer, settings=settings), trainable)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scan", soak_after(1, [True, False]))
-@pytest.mark.parametrize("stages", soak_after(1, [2, 1, 4]))
+@pytest.mark.soak
+@pytest.mark.parametrize("scan", sweep(1, [True, False]))
+@pytest.mark.parametrize("stages", sweep(1, [2, 1, 4]))
 def test_scanned_and_recomputed(scan: bool, stages: int) -> None:
     for trainable in ("kernel$", r"/(2|3)_Block|Head"):
         check(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _gpipe import Layer, gpipe
 from _models import ALL_MODELS, BLOCKS
 from _oracle import SCHEDULES, Case
@@ -75,7 +75,7 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(2, [Case(model, stages=2, data=2, microbatches=5) for model in MODELS]),
+    sweep(1, [Case(model, stages=2, data=2, microbatches=5) for model in MODELS]),
     ids=str,
 )
 def test_every_kind_of_model(case: Case) -> None:
@@ -90,7 +90,7 @@ def of_schedule(name: str) -> Case:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(1, [of_schedule(name) for name in dict.fromkeys(["zero-bubble-v", *SCHEDULES])]),
+    sweep(1, [of_schedule(name) for name in dict.fromkeys(["zero-bubble-v", *SCHEDULES])]),
     ids=str,
 )
 def test_every_schedule(case: Case) -> None:

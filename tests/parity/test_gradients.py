@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from _covering import Chosen, covering, first_values_then_pairs, slow_after, soak_after
+from _covering import Chosen, covering, first_values_then_pairs, sweep
 from _models import BLOCKS, MODELS
 from _oracle import SCHEDULES, Case, block_of, cached_reference, sequential
 from _tolerances import GRADIENT, assert_close, assert_loss
@@ -78,9 +78,9 @@ def test_every_pair_of_factors(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", slow_after(1, [name for name in SCHEDULES if name not in LAYOUTS["schedule"]])
+    "schedule", sweep(1, [name for name in SCHEDULES if name not in LAYOUTS["schedule"]])
 )
-@pytest.mark.parametrize("stages", soak_after(1, [4, 1]))
+@pytest.mark.parametrize("stages", sweep(1, [4, 1]))
 def test_every_other_schedule(schedule: str, stages: int) -> None:
     check(Case(stages=stages, microbatches=8, schedule=schedule, model="tuple"))
 
@@ -90,7 +90,7 @@ def test_all_blocks_of_an_equal_cut_are_trunk() -> None:
     assert [len(cut.trunk) for cut in pipeline.stage.cuts] == [BLOCKS // 4] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_averaging_microbatch_gradients_is_the_gradient_of_the_mean() -> None:
     case = Case(microbatches=2, data=2, model="dropout")
     module, batch = case.module(), case.batch()

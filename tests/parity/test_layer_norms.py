@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _models import MODELS
 from _oracle import Case, make_batch, reference
 
@@ -30,7 +30,7 @@ def norms(tree: Any) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
+@pytest.mark.parametrize("case", sweep(1, CASES), ids=str)
 def test_they_are_those_of_each_layer(case: Case) -> None:
     pipeline = case.pipeline()
     batch = make_batch(MODELS[case.model], case.microbatches, case.data)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _models import MODELS
 from _oracle import Case, block_of, evaluation, sequential
 from _tolerances import LOSS, ROUNDING, assert_loss
@@ -38,7 +38,7 @@ def baseline(model: str) -> tuple[float, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Case(model="dropout", stages=2, data=2, optimizer=SGD),
@@ -65,7 +65,7 @@ def test_the_same_losses(case: Case) -> None:
     assert len(set(baseline(case.model))) == 5
 
 
-@pytest.mark.parametrize("model", slow_after(0, ["dropout", "noise"]))
+@pytest.mark.parametrize("model", sweep(0, ["dropout", "noise"]))
 def test_apply_with_the_microbatch_key_repeats_the_dropout(model: str) -> None:
     case = Case(model=model, stages=2, data=2, optimizer=optax.set_to_zero())
     pipeline, batch = case.pipeline(), case.batch()
@@ -97,7 +97,7 @@ def test_microbatches_replicas_and_steps_draw_differently() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "cut"),
-    slow_after(
+    sweep(
         1,
         [
             (2, "front"),
@@ -110,7 +110,7 @@ def test_microbatches_replicas_and_steps_draw_differently() -> None:
         unpack=True,
     ),
 )
-@pytest.mark.parametrize("model", slow_after(0, ["tied_many", "noise", "linen"]))
+@pytest.mark.parametrize("model", sweep(0, ["tied_many", "noise", "linen"]))
 def test_initial_weights_are_those_of_the_module(model: str, cut: str, stages: int) -> None:
     pipeline = Case(model=model, stages=stages, cut=cut).pipeline()
     found = pipeline.params_tree(pipeline.init().params)
@@ -123,7 +123,7 @@ def test_initial_weights_are_those_of_the_module(model: str, cut: str, stages: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seed_fn", soak_after(1, [None, jax.random.PRNGKey]), ids=["default", "PRNGKey"]
+    "seed_fn", sweep(1, [None, jax.random.PRNGKey]), ids=["default", "PRNGKey"]
 )
 def test_seeded_layers_do_not_depend_on_the_key(seed_fn: Callable[[int], jax.Array] | None) -> None:
     module = MODELS["linen"].module(2, seed_layers=True, seed_fn=seed_fn, base_seed=7)
@@ -137,7 +137,7 @@ def test_seeded_layers_do_not_depend_on_the_key(seed_fn: Callable[[int], jax.Arr
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Case(stages=4, data=2, microbatches=5, skip_idle=False),

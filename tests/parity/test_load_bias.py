@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import sweep
 from _settings import make_settings
 from _tolerances import assert_close
 from flax import nnx
@@ -141,7 +142,9 @@ def stepped(
     return pipeline, state, metrics
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    "kind", sweep(2, sorted(LAYERS, key=lambda kind: kind not in ("linen", "tied")))
+)
 def test_a_mark_moves_a_parameter_in_every_kind_of_layer(kind: str) -> None:
     module = module_of(LAYERS[kind], 2)
     params = module.init(jax.random.key(0), batch()[0][0])
@@ -164,7 +167,7 @@ def test_a_mark_moves_a_parameter_in_every_kind_of_layer(kind: str) -> None:
     assert float(norm) == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
 
 
-@pytest.mark.parametrize("frozen", ["0_Gated", "1_Gated"])
+@pytest.mark.parametrize("frozen", sweep(1, ["0_Gated", "1_Gated"]))
 def test_a_bias_that_one_stage_freezes_moves_on_the_others(frozen: str) -> None:
     layers = [LayerSpec(Gated), LayerSpec(Gated)]
     module = module_of(layers, 2, trainable=lambda p: p != f"layers/{frozen}/threshold")
@@ -176,12 +179,16 @@ def test_a_bias_that_one_stage_freezes_moves_on_the_others(frozen: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "keys"),
-    [
-        (None, {"grad_accum_dtype": "float16"}),
-        (None, {"gradient_clipping": 1e-8}),
-        ("float16", {"loss_scaler": LossScaler(2.0**16), "gradient_clipping": 1e-3}),
-        ("bfloat16", {"loss_scaler": LossScaler.none(), "zero_stage": 1}),
-    ],
+    sweep(
+        1,
+        [
+            ("float16", {"loss_scaler": LossScaler(2.0**16), "gradient_clipping": 1e-3}),
+            (None, {"grad_accum_dtype": "float16"}),
+            (None, {"gradient_clipping": 1e-8}),
+            ("bfloat16", {"loss_scaler": LossScaler.none(), "zero_stage": 1}),
+        ],
+        unpack=True,
+    ),
 )
 def test_no_precision_scale_or_clipping_changes_a_load(dtype: Any, keys: Any) -> None:
     module = module_of(LAYERS["linen"], 2, compute_dtype=dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _frozen import check
 from _models import (
     ALL_MODELS,
@@ -138,7 +138,7 @@ def filled(tree: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", slow_after(1, sorted(BASES, key=lambda name: name != "general")))
+@pytest.mark.parametrize("name", sweep(1, sorted(BASES, key=lambda name: name != "general")))
 def test_it_begins_as_the_base_and_merges_into_it(name: str) -> None:
     base = PipelineModule(BASES[name][0](), num_stages=1)
     model = PipelineModule(adapted(name), num_stages=1, trainable=LORA_PARAMETERS)

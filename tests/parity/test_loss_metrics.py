@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _models import DIM, ROWS, Block, ReportingBlock, specs
 from _refusals import assert_refused
 from _settings import make_settings
@@ -70,7 +70,7 @@ def wanted(pipeline: Pipeline, state: Any, batch: Any, loss_fn: Any) -> tuple[fl
 
 @pytest.mark.parametrize(
     ("stages", "data", "schedule"),
-    slow_after(
+    sweep(
         1,
         [(2, 2, "1f1b"), (4, 1, "zero-bubble"), (1, 2, "gpipe"), (2, 1, "interleaved")],
         unpack=True,
@@ -97,7 +97,7 @@ def test_metrics_are_means_over_what_counts(stages: int, data: int, schedule: st
         assert float(metrics["metrics"]["two"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_they_stand_beside_what_layers_report() -> None:
     layers = [nn.Embed(ROWS, DIM), *specs(ReportingBlock), nn.Dense(ROWS)]
     pipeline = make_pipeline(layers, masked, 2, 1)
@@ -106,7 +106,7 @@ def test_they_stand_beside_what_layers_report() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", soak_after(1, [True, False]))
+@pytest.mark.parametrize("splits", sweep(1, [True, False]))
 def test_a_loss_of_a_split_vocabulary_reports(splits: bool) -> None:
     def of_layers(
         logits: jax.Array, labels: jax.Array
@@ -148,6 +148,7 @@ def test_a_loss_of_a_split_vocabulary_reports(splits: bool) -> None:
         np.testing.assert_allclose(float(metrics["metrics"]["right"]), right, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_calls_of_one_microbatch_add_up_to_the_batch() -> None:
     def build() -> Any:
         config = {

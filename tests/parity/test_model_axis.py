@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _parallel import (
     DIM,
     HIDDEN,
@@ -50,7 +50,7 @@ def sequential_steps(name: str, data: int) -> tuple[Any, list[Any], list[float]]
 
 @pytest.mark.parametrize(
     ("name", "stages", "model", "data"),
-    slow_after(
+    sweep(
         1,
         [("linen", 1, 2, 1), ("nnx", 2, 2, 1), ("dropout", 2, 2, 2), ("linen", 2, 4, 1)],
         unpack=True,
@@ -84,7 +84,7 @@ def check_copies(state: TrainState) -> None:
             assert np.array_equal(found.setdefault(str(shard.index), value), value)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_zero_divides_each_place_over_its_replicas() -> None:
     pipeline = make_pipeline("tied", 2, 2, 2, ADAM, gradient_clipping=LIMIT, zero_stage=1)
     wanted, grads, losses = sequential_steps("tied", 2)
@@ -100,7 +100,7 @@ def test_zero_divides_each_place_over_its_replicas() -> None:
     check_copies(state)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_evaluation_and_prediction() -> None:
     pipeline = make_pipeline("tied", 2, 2, 1, ADAM)
     inputs, labels, side = make_batch()
@@ -144,7 +144,7 @@ def stats_module(stages: int, model: int) -> PipelineModule:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_collections_and_reported_losses() -> None:
     module, (inputs, labels, side) = stats_module(2, 2), make_batch()
     pipeline = Pipeline(
@@ -171,7 +171,7 @@ def test_collections_and_reported_losses() -> None:
     assert_close(pipeline.states.collections_tree(collections), jax.device_get(kept))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_kept_inputs_in_shares_over_the_axis() -> None:
     module = make_module("dropout", 2, 2, 1, activation_checkpoint_interval=1)
     batch = make_batch()

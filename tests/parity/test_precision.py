@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _models import DIM, LENGTH, MODELS
 from _oracle import Case, sequential_model, whole_reference
 from _settings import make_settings
@@ -58,7 +58,7 @@ FIRST = [("linen", Mixed), ("reports", Half)]
 REST = [pair for pair in product(CASES, (Mixed, Half)) if pair not in FIRST]
 
 
-@pytest.mark.parametrize(("model", "kind"), slow_after(len(FIRST), FIRST + REST, unpack=True))
+@pytest.mark.parametrize(("model", "kind"), sweep(len(FIRST), FIRST + REST, unpack=True))
 def test_gradients_are_those_of_float32_to_the_dtypes_rounding(
     model: str, kind: type[Mixed]
 ) -> None:
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_float32_to_the_dtypes_rounding(
     assert_loss(loss, wanted.loss, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("dtype", soak_after(1, ["float16", "bfloat16"]))
+@pytest.mark.parametrize("dtype", sweep(1, ["float16", "bfloat16"]))
 def test_the_sequential_model_casts_alike(dtype: str) -> None:
     batch = Case(microbatches=2, data=1).batch()
     wanted = whole_reference("linen", batch, 2, 1)
@@ -114,8 +114,8 @@ def timed(dtype: str | None, **settings: Any) -> PipelineModule:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", soak_after(1, ["bfloat16", "float16"]))
-@pytest.mark.parametrize("schedule", slow_after(1, ["zero-bubble", "1f1b"]))
+@pytest.mark.parametrize("dtype", sweep(1, ["bfloat16", "float16"]))
+@pytest.mark.parametrize("schedule", sweep(1, ["zero-bubble", "1f1b"]))
 def test_what_is_no_parameter_keeps_its_dtype(dtype: str, schedule: str) -> None:
     rng = np.random.default_rng(0)
     x, labels = rng.normal(size=(2, 2, 2, LENGTH, DIM)).astype(np.float32)
@@ -166,9 +166,9 @@ def run(case: Case, steps: int) -> tuple[Any, list[dict[str, Any]], list[Any]]:
     return jax.device_get(state), seen, params
 
 
-@pytest.mark.parametrize("zero_stage", soak_after(1, [1, 0]))
+@pytest.mark.parametrize("zero_stage", sweep(1, [1, 0]))
 @pytest.mark.parametrize(
-    ("stages", "data", "model"), slow_after(1, [(1, 2, "linen"), (4, 2, "tied")], unpack=True)
+    ("stages", "data", "model"), sweep(1, [(1, 2, "linen"), (4, 2, "tied")], unpack=True)
 )
 def test_an_overflow_anywhere_holds_everything(
     stages: int, data: int, model: str, zero_stage: int
@@ -207,7 +207,7 @@ def test_a_static_scale_changes_nothing_but_rounding() -> None:
         assert_loss(one["grad_norm"], other["grad_norm"], tolerance=FLOAT16)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_layout_gives_the_same_losses() -> None:
     cases = [
         Mixed(model="dropout", stages=1, data=2, optimizer=SGD),

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _models import MODELS
 from _oracle import Case, cached_reference
 from _tolerances import assert_close, assert_loss
@@ -44,16 +44,16 @@ def check(case: Case) -> Any:
     return pipeline
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", soak_after(1, [WithFunction, WithDeepSpeedFunction]))
-@pytest.mark.parametrize("scan_trunk", soak_after(1, [False, True]))
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", sweep(1, [WithFunction, WithDeepSpeedFunction]))
+@pytest.mark.parametrize("scan_trunk", sweep(1, [False, True]))
 def test_a_function_of_the_users(kind: type[Case], scan_trunk: bool) -> None:
     check(kind(model="dropout", stages=2, data=2, interval=2, cut="trunk", scan_trunk=scan_trunk))
 
 
 @pytest.mark.parametrize(
     ("stages", "interval", "cut"),
-    slow_after(0, [(1, 0, "parameters"), (4, 0, "trunk"), (2, 2, "front")], unpack=True),
+    sweep(0, [(1, 0, "parameters"), (4, 0, "trunk"), (2, 2, "front")], unpack=True),
 )
 def test_marked_layers(stages: int, interval: int, cut: str) -> None:
     pipeline = check(Case(model="marked", stages=stages, interval=interval, cut=cut))
@@ -63,7 +63,7 @@ def test_marked_layers(stages: int, interval: int, cut: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "interval"), slow_after(0, [("zero-bubble", 0), ("interleaved", 3)], unpack=True)
+    ("schedule", "interval"), sweep(0, [("zero-bubble", 0), ("interleaved", 3)], unpack=True)
 )
 def test_marked_layers_in_other_schedules(schedule: str, interval: int) -> None:
     check(Case(model="marked", stages=2, interval=interval, schedule=schedule))
@@ -72,7 +72,7 @@ def test_marked_layers_in_other_schedules(schedule: str, interval: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Case(model="dropout", stages=4, data=2, interval=1, cut="trunk"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _models import DIM, ROWS, Block, specs, split_text
 from _on_stages import on_two_stages
 from _refusals import assert_refused
@@ -105,7 +105,7 @@ def make_pipeline(
 
 @pytest.mark.parametrize(
     ("model", "stages", "data", "axes", "settings"),
-    slow_after(
+    sweep(
         1,
         [
             ("tied", 2, 2, {}, {"schedule": "interleaved"}),
@@ -178,10 +178,10 @@ def squared(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return total / weight + 1e-2 * jnp.mean(logits**2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("data", slow_after(1, [1, 2]))
+@pytest.mark.soak
+@pytest.mark.parametrize("data", sweep(1, [1, 2]))
 @pytest.mark.parametrize(
-    "loss_fn", slow_after(1, [by_optax, squared, jax.jit(mean)]), ids=["optax", "squared", "jit"]
+    "loss_fn", sweep(1, [by_optax, squared, jax.jit(mean)]), ids=["optax", "squared", "jit"]
 )
 def test_other_losses_get_whole_logits(
     loss_fn: Callable[..., Any], data: int, caplog: pytest.LogCaptureFixture
@@ -233,7 +233,7 @@ def test_one_stage_has_nothing_to_split() -> None:
     assert {row.stage_dim for row in rows} == {None}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_engine_opens_what_an_unsplit_one_saved(tmp_path: Any) -> None:
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES,

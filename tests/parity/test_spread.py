@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _oracle import Case, cached_reference
 from _tolerances import assert_close, assert_loss
 from jax.sharding import PartitionSpec as P
@@ -18,7 +18,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
+@pytest.mark.parametrize("case", sweep(1, CASES), ids=str)
 def test_gradients_evaluation_and_outputs_are_the_same(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

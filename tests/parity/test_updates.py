@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _models import MODELS
 from _oracle import Case, make_batch, reference, sequential
 from _tolerances import assert_close, assert_loss
@@ -65,7 +65,7 @@ def check(case: Case) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Case(stages=2, data=2, schedule="gpipe", cut="front", optimizer=SGD),
@@ -85,7 +85,7 @@ def test_momentum(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Case(
@@ -106,8 +106,8 @@ def test_adam(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("model", slow_after(1, ["tied", "tied_leaves", "tied_nnx", "tied_many"]))
-@pytest.mark.parametrize("optimizer", soak_after(1, [ADAM, SGD]), ids=["adam", "sgd"])
+@pytest.mark.parametrize("model", sweep(1, ["tied", "tied_leaves", "tied_nnx", "tied_many"]))
+@pytest.mark.parametrize("optimizer", sweep(1, [ADAM, SGD]), ids=["adam", "sgd"])
 def test_tied_copies_stay_equal_to_the_bit(
     model: str, optimizer: optax.GradientTransformation
 ) -> None:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _layouts import Layout, all_leaves, assert_same, saved, shared_engine, train
 from _models import ALL_MODELS, ROWS
 from _oracle import Case, cached_reference, make_batch, reference, sequential
@@ -19,7 +19,7 @@ ADAM = optax.adamw(1e-2, weight_decay=0.1)
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Case(model="split_shared", stages=2, data=2, skip_idle=True),
@@ -60,7 +60,7 @@ def test_loss_and_every_gradient(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         0,
         [
             Case(
@@ -135,7 +135,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (SPLIT, Layout(2, 2, model="split_tied", zero=1)),
         pytest.param(SPLIT, Layout(1, 1, model="split_tied"), marks=pytest.mark.soak),
-        pytest.param(WHOLE, SPLIT, marks=pytest.mark.slow),
+        pytest.param(WHOLE, SPLIT, marks=pytest.mark.soak),
         pytest.param(
             Layout(2, 2, model="split_first", zero=1, precision="bf16"),
             Layout(4, 1, model="split_first"),

@@ -6,7 +6,7 @@ The weight gradients go where they cost least, and no more than asked for are pe
 from typing import ClassVar
 
 import pytest
-from _covering import slow_after
+from _covering import sweep
 
 from jaxpipe.schedules import (
     MAX_RUNS,
@@ -83,7 +83,7 @@ def test_memory_of_many_microbatches(num_stages: int, num_chunks: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_stages", "num_chunks"),
-    slow_after(4, [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)], unpack=True),
+    sweep(4, [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)], unpack=True),
 )
 def test_each_pending_half_less_costs_one(num_stages: int, num_chunks: int) -> None:
     count = 4 * num_stages

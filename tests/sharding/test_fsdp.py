@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _settings import make_settings
 from _tolerances import GRADIENT, assert_close, assert_loss
 from jax.sharding import PartitionSpec as P
@@ -112,7 +112,7 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
 
 @pytest.mark.parametrize(
     ("stages", "data", "axes", "settings"),
-    slow_after(
+    sweep(
         1,
         [
             (2, 1, {"fsdp": 2}, {"gather_weights": "tick"}),
@@ -162,7 +162,6 @@ def sequential() -> tuple[list[float], Any, Any, Any]:
             (4, 1, {"fsdp": 2}, {"schedule": "gpipe"}),
         ],
         unpack=True,
-        soak=True,
     ),
 )
 def test_gradients_and_three_steps(
@@ -181,7 +180,7 @@ def test_gradients_and_three_steps(
     assert_close(pipeline.params_tree(state.params), last)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_engine_returns_the_outputs_of_all_samples() -> None:
     topology, (inputs, labels, _) = (
         ProcessTopology(["pipe", "data", "fsdp"], [2, 1, 4]),
@@ -209,7 +208,7 @@ def test_an_engine_returns_the_outputs_of_all_samples() -> None:
     assert_loss(engine.train_batch(iter(entries)), losses[0])
 
 
-@pytest.mark.parametrize("size", slow_after(0, [2, 4]))
+@pytest.mark.parametrize("size", sweep(0, [2, 4]))
 def test_bytes_at_rest_fall_by_the_axis(size: int) -> None:
     pipeline, whole = make_pipeline(2, 1, {"fsdp": size}), make_pipeline(2, 1, {"model": 1})
 

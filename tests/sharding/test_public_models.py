@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import soak_after
+from _covering import sweep
 from _models import cross_entropy
 from _settings import make_settings
 from _tolerances import assert_close, assert_loss
@@ -339,16 +339,18 @@ def check_sharded(public: Public, params: Any, storage: Any, size: int) -> None:
 
 
 MESHES = pytest.mark.parametrize(
-    ("stages", "data", "size"), soak_after(1, [(2, 2, 2), (1, 2, 2)], unpack=True)
+    ("stages", "data", "size"), sweep(1, [(2, 2, 2), (1, 2, 2)], unpack=True)
 )
 
 
 @MESHES
+@pytest.mark.soak
 def test_flax_lm1b(lm1b: types.ModuleType, stages: int, data: int, size: int) -> None:
     check(lm1b_model(lm1b), stages, data, size)
 
 
 @MESHES
+@pytest.mark.soak
 def test_flax_gemma(gemma: types.ModuleType, stages: int, data: int, size: int) -> None:
     check(gemma_model(gemma), stages, data, size)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from _annotated import ANNOTATED, LENGTH, VOCAB
-from _covering import slow_after
+from _covering import sweep
 from _tolerances import GRADIENT, ROUNDING, assert_loss
 
 import jaxpipe
@@ -105,9 +105,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), slow_after(0, PAIRS, unpack=True, soak=True), ids=str
-)
+@pytest.mark.parametrize(("source", "target"), sweep(0, PAIRS, unpack=True), ids=str)
 def test_axes_to_axes(source: Axes, target: Axes, root: Path) -> None:
     path, params, losses = saved(source, root)
     engine = target.engine(example_batch=next(target.entries(0)))
@@ -120,7 +118,7 @@ def test_axes_to_axes(source: Axes, target: Axes, root: Path) -> None:
         assert_loss(found, losses, tolerance=ROUNDING)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_parameters_without_an_engine_run_on_one_device(root: Path) -> None:
     source = Axes(2, 1, 2)
     path, params, _ = saved(source, root)

@@ -6,7 +6,7 @@ Stages are sharded inside, over `model` and `fsdp`.
 import optax
 import pytest
 from _annotated import Sharded
-from _covering import slow_after
+from _covering import sweep
 from _frozen import check
 
 ADAM, LAMB = optax.adam(1e-2, eps=1e-2), optax.lamb(1e-2, eps=1e-2)
@@ -15,7 +15,7 @@ ZERO, CLIP, FSDP = {"zero_stage": 1}, {"gradient_clipping": 0.1}, (("fsdp", 2),)
 
 @pytest.mark.parametrize(
     ("case", "trainable"),
-    slow_after(
+    sweep(
         0,
         [
             (

@@ -5,7 +5,7 @@ Against plain layers on one device.
 
 import pytest
 from _annotated import ANNOTATED, BLOCKS, Sharded
-from _covering import Chosen, covering, slow_after, soak_after
+from _covering import Chosen, covering, sweep
 from _models import ALL_MODELS, MICROBATCH
 from _oracle import SCHEDULES, cached_reference
 from _tolerances import assert_close, assert_loss
@@ -41,7 +41,7 @@ def check(case: Sharded) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             make_case("logical", (2, 1, 4), schedule="interleaved", skip_idle=False),
@@ -75,13 +75,13 @@ EVERYWHERE = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_after(0, EVERYWHERE, soak=True), ids=str)
+@pytest.mark.parametrize("case", sweep(0, EVERYWHERE), ids=str)
 def test_every_model_on_every_mesh(case: Sharded) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("skip_idle", soak_after(1, [False, True]), ids=["mask", "skip"])
-@pytest.mark.parametrize("schedule", slow_after(0, list(SCHEDULES), soak=True))
+@pytest.mark.parametrize("skip_idle", sweep(1, [False, True]), ids=["mask", "skip"])
+@pytest.mark.parametrize("schedule", sweep(0, list(SCHEDULES)))
 def test_every_schedule(schedule: str, *, skip_idle: bool) -> None:
     """Of those with four chunks a stage, on the model that has layers enough."""
     cases = [
@@ -120,9 +120,7 @@ def is_valid(chosen: Chosen) -> bool:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
-        0, [to_case(chosen) for chosen in covering(FACTORS, is_valid, strength=1)], soak=True
-    ),
+    sweep(0, [to_case(chosen) for chosen in covering(FACTORS, is_valid, strength=1)]),
     ids=str,
 )
 def test_every_factor(case: Sharded) -> None:

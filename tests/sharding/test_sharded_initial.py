@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 from _annotated import Sharded
-from _covering import slow_after
+from _covering import sweep
 from _oracle import sequential_model
 
 ADAM, LAMB, ZERO = optax.adam(1e-2), optax.lamb(1e-2), {"zero_stage": 1}
@@ -14,7 +14,7 @@ ADAM, LAMB, ZERO = optax.adam(1e-2), optax.lamb(1e-2), {"zero_stage": 1}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Sharded(annotated="stats", data=2, optimizer=ADAM, settings=ZERO),

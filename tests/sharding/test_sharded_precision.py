@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from _annotated import Sharded
-from _covering import soak_after
+from _covering import sweep
 from _models import ALL_MODELS
 from _oracle import make_batch, sequential_model, whole_reference
 from _settings import make_settings
@@ -33,10 +33,10 @@ class Half(Mixed):
     dtype = "float16"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "case",
-    soak_after(
+    sweep(
         2,
         [
             Mixed(annotated="block", data=2),

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from _annotated import ANNOTATED, Sharded, Spec
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _oracle import sequential_model
 from _tolerances import STATE_BYTES
 
@@ -86,7 +86,7 @@ def largest_stage_bytes(case: Sharded, boundaries: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         0,
         [
             Sharded(annotated="block", data=2, optimizer=ADAM, cut="trunk"),
@@ -126,7 +126,7 @@ def test_masters_moments_and_gradients_are_sharded(case: Sharded) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", soak_after(1, ["experts", "tied"]))
+@pytest.mark.parametrize("name", sweep(1, ["experts", "tied"]))
 def test_a_device_holds_its_share_of_its_stage(name: str) -> None:
     """By hand, but for the ends, which are as long on every stage as on the longest."""
     axes = (("expert", 2),) if name == "experts" else (("model", 2),)
@@ -138,8 +138,8 @@ def test_a_device_holds_its_share_of_its_stage(name: str) -> None:
     assert device_bytes(state.opt_state) <= 2 * limit
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", soak_after(1, ["tied", "experts", "block", "nnx"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sweep(1, ["tied", "experts", "block", "nnx"]))
 def test_zero_divides_the_shares_over_the_replicas(name: str) -> None:
     axes = (("expert", 2),) if name == "experts" else (("model", 2),)
     used = {}
@@ -166,8 +166,8 @@ def test_collections_are_sharded_as_they_say() -> None:
     assert {leaf.shape for leaf in jax.tree.leaves(tree)} == {(24,), ()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", soak_after(1, [2, 4]))
+@pytest.mark.soak
+@pytest.mark.parametrize("size", sweep(1, [2, 4]))
 def test_a_sharded_residual_stream_makes_rings_and_exchanges_smaller(size: int) -> None:
     """What waits and what travels between stages is divided by the axis."""
     used = {}

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from _annotated import Sharded
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _models import ALL_MODELS
 from _oracle import block_of, make_batch, sequential_model, whole_reference
 from _tolerances import GRADIENT, assert_close, assert_loss
@@ -68,7 +68,7 @@ def check(case: Sharded) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         0,
         [
             Sharded(annotated="tied", data=2, optimizer=ADAM, settings={**CLIP, **ZERO}),
@@ -137,7 +137,6 @@ def check(case: Sharded) -> None:
                 settings={"loss_scaler": LossScaler(1024.0)},
             ),
         ],
-        soak=True,
     ),
     ids=str,
 )
@@ -147,7 +146,7 @@ def test_three_steps(case: Sharded) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Sharded(annotated="stats", optimizer=SGD),
@@ -196,7 +195,7 @@ def all_copies(pipeline: Any, state: Any) -> list[list[np.ndarray]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", soak_after(1, ["tied", "stats", "nested"]))
+@pytest.mark.parametrize("name", sweep(1, ["tied", "stats", "nested"]))
 def test_replicas_stay_equal_to_the_bit(name: str) -> None:
     case = Sharded(annotated=name, data=2, optimizer=ADAM, settings=CLIP)
     pipeline = case.pipeline()

@@ -10,7 +10,7 @@ import pytest
 from _collect import KINDS, collected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS][:-1] + [pytest.param("arrays", marks=pytest.mark.slow)])
 def test_the_surface_is_as_recorded(kind: str) -> None:
     recorded = Path(__file__).with_name(f"{kind}.txt")
     if "WRITE_SURFACE" in os.environ:

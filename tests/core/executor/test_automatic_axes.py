@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _parallel import DIM, HIDDEN, MODELS, VOCAB, make_batch, make_pipeline, sharded
 from _refusals import assert_refused
 from _tolerances import assert_close
@@ -57,7 +57,7 @@ class Columns(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "optimizer", slow_after(1, [optax.lamb(0.1), optax.adafactor(0.1), optax.contrib.muon(0.1)])
+    "optimizer", sweep(1, [optax.lamb(0.1), optax.adafactor(0.1), optax.contrib.muon(0.1)])
 )
 def test_optimizers_that_look_at_whole_arrays_see_whole_arrays(
     optimizer: optax.GradientTransformation,
@@ -103,7 +103,7 @@ def test_outputs_that_are_split_are_predicted_whole() -> None:
     assert {shard.data.shape for shard in outputs.addressable_shards} == {outputs.shape}
 
 
-@pytest.mark.parametrize("zero", slow_after(0, [1, 0]))
+@pytest.mark.parametrize("zero", sweep(0, [1, 0]))
 def test_each_place_holds_its_share_alone(zero: int) -> None:
     pipeline = make_pipeline("linen", 2, 2, 2, optax.adam(0.1), zero_stage=zero)
     state = pipeline.init()
@@ -153,7 +153,7 @@ def test_a_value_between_layers_is_divided_as_the_layer_says_or_by_samples() -> 
     assert specs == [P(), P("fsdp"), P("fsdp"), head, P("fsdp")]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_hyperparameters_are_set_where_the_state_lies() -> None:
     pipeline = make_pipeline("linen", 2, 2, 2, optax.inject_hyperparams(optax.adam)(0.1))
     hyperparams, batch = pipeline.states.hyperparams({}), make_batch(data=2)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _models import Widen
 from _oracle import SCHEDULES, Case
 from _settings import make_settings
@@ -40,8 +40,8 @@ def batch(data: int) -> tuple[Any, Any, Any]:
     return rng.normal(size=shape).astype(np.float32), rng.normal(size=shape).astype(np.float32), {}
 
 
-@pytest.mark.parametrize("skip_idle", soak_after(1, [False, True]))
-@pytest.mark.parametrize(("stages", "data"), slow_after(1, [(1, 2), (2, 2), (4, 1)], unpack=True))
+@pytest.mark.parametrize("skip_idle", sweep(1, [False, True]))
+@pytest.mark.parametrize(("stages", "data"), sweep(1, [(1, 2), (2, 2), (4, 1)], unpack=True))
 def test_one_nan_makes_the_loss_nan(stages: int, data: int, skip_idle: bool) -> None:
     pipeline = build(stages, data, skip_idle=skip_idle)
     for part in (0, 1):
@@ -87,7 +87,7 @@ SENT_EARLY = ("zero-bubble-v", "dual-pipe-v", "interleaved", "1f1b-v", "zero-bub
 
 @pytest.mark.parametrize(
     ("stages", "schedule"),
-    [*slow_after(1, LEAKS[:2], unpack=True), *slow_after(0, LEAKS[2:], unpack=True, soak=True)],
+    [*sweep(1, LEAKS[:2], unpack=True), *sweep(0, LEAKS[2:], unpack=True)],
 )
 def test_masked_actions_do_not_leak(
     monkeypatch: pytest.MonkeyPatch, stages: int, schedule: str
@@ -148,10 +148,10 @@ def test_masked_actions_do_not_leak(
         )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("stages", "schedule", "policies"),
-    slow_after(
+    sweep(
         1,
         [
             (2, "1f1b", POLICIES[:2]),

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from _covering import sweep
 from _numbers import PRIMES, Gain, Noise, Numbers, Product, Reporter, Scale
 from _tolerances import assert_close
 
@@ -63,7 +64,11 @@ def in_a_row(layers: range) -> jax.Array:
 @pytest.mark.parametrize(
     ("scan", "interval", "groups"),
     # Groups of one, two and four layers. Three do not divide four: then each layer is a group.
-    [(False, 0, None), (True, 0, 4), (True, 2, 2), (True, 4, 1), (True, 3, 4)],
+    sweep(
+        2,
+        [(True, 2, 2), (False, 0, None), (True, 0, 4), (True, 4, 1), (True, 3, 4)],
+        unpack=True,
+    ),
 )
 def test_each_layer_draws_with_the_key_of_its_place_in_the_model(
     scan: bool, interval: int, groups: int | None

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _oracle import Case
 from _tolerances import assert_close
 
@@ -116,7 +116,7 @@ class Alone:
         return (stage.activations.unpack(v, ahead.output), found), (output, wanted)
 
 
-@pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
+@pytest.mark.parametrize("case", sweep(1, CASES), ids=str)
 def test_forward_and_backward(case: Case) -> None:
     alone = Alone(case)
     inputs = alone.batch[0]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _frozen import make
 from _oracle import Case
 from _tolerances import GRADIENT, assert_loss
@@ -45,7 +45,7 @@ def frozen(trainable: str) -> tuple[Pipeline, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "trainable"),
-    slow_after(1, [(frozen, "Block.*bias$|^tied"), (half, ""), (frozen, "^tied")], unpack=True),
+    sweep(1, [(frozen, "Block.*bias$|^tied"), (half, ""), (frozen, "^tied")], unpack=True),
 )
 def test_the_norm_of_the_gradients_is_that_of_the_step(build: Any, trainable: str) -> None:
     """Before clipping, without the loss scale.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
@@ -114,7 +114,7 @@ def record(loop: TickLoop) -> Seen:
 
 
 @pytest.mark.parametrize("skip_idle", [True, False])
-@pytest.mark.parametrize("schedule", slow_after(1, ["interleaved", "1f1b", "zero-bubble"]))
+@pytest.mark.parametrize("schedule", sweep(1, ["interleaved", "1f1b", "zero-bubble"]))
 def test_every_device_runs_its_own_row(schedule: str, skip_idle: bool) -> None:
     loop = make_loop(schedule, skip_idle=skip_idle)
     seen, program = record(loop), loop.program

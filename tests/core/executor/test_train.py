@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _numbers import PRIMES, Gain, Numbers, Reporter, Scale, on_stages
 
 from jaxpipe import LayerSpec
@@ -108,7 +108,7 @@ def gradients(numbers: Numbers, found: list[Sums]) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("skip_idle", [True, False])
-@pytest.mark.parametrize(("schedule", "chunks"), slow_after(2, SCHEDULES, unpack=True))
+@pytest.mark.parametrize(("schedule", "chunks"), sweep(2, SCHEDULES, unpack=True))
 def test_every_microbatch_adds_once(schedule: str, chunks: int, skip_idle: bool) -> None:
     """In numbers so small that float32 has them exactly."""
     parts = [0, 3, 6] if chunks == 1 else [0, 2, 3, 4, 6]
@@ -129,8 +129,8 @@ def test_every_microbatch_adds_once(schedule: str, chunks: int, skip_idle: bool)
     assert gradients(numbers, found) == {i: MAIN * total / PRIMES[i] for i in range(6)}
 
 
-@pytest.mark.parametrize("skip_idle", [True, False])
-@pytest.mark.parametrize("schedule", slow_after(1, ["zero-bubble", "1f1b", "interleaved"]))
+@pytest.mark.parametrize("skip_idle", sweep(1, [False, True]))
+@pytest.mark.parametrize("schedule", sweep(1, ["zero-bubble", "1f1b", "interleaved"]))
 def test_idle_ticks_report_and_collect_nothing(schedule: str, skip_idle: bool) -> None:
     layers = [Reporter, Scale, Scale, Scale, Scale, Reporter]
     parts = [0, 2, 3, 4, 6] if schedule == "interleaved" else [0, 3, 6]
@@ -162,7 +162,7 @@ def total_over_stages(outputs: jax.Array | SplitLogits, labels: jax.Array) -> ja
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize("schedule", slow_after(1, ["zero-bubble", "1f1b"]))
+@pytest.mark.parametrize("schedule", sweep(1, ["zero-bubble", "1f1b"]))
 def test_split_first_and_last_layers_have_gradients_on_all_stages(
     schedule: str, overlaps: bool
 ) -> None:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _models import MODELS, Block, Embed, Head, cross_entropy
 from _oracle import Case, make_batch
 from _settings import make_settings
@@ -38,7 +38,7 @@ def compiled() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Case(stages=2, data=2, cut="trunk", optimizer=SGD),
@@ -49,7 +49,7 @@ def compiled() -> Iterator[list[str]]:
     ),
     ids=str,
 )
-@pytest.mark.parametrize("on_device", soak_after(1, [True, False]), ids=["device", "host"])
+@pytest.mark.parametrize("on_device", sweep(1, [True, False]), ids=["device", "host"])
 def test_the_functional_step_is_compiled_once(
     case: Case, on_device: bool, compiled: list[str]
 ) -> None:
@@ -115,7 +115,7 @@ def hlo_size(case: Case) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule", slow_after(2, ["1f1b", "gpipe", "train", "interleaved", "zero-bubble", "split"])
+    "schedule", sweep(2, ["1f1b", "gpipe", "train", "interleaved", "zero-bubble", "split"])
 )
 def test_the_program_does_not_grow_with_microbatches(schedule: str) -> None:
     few, many = (hlo_size(Case(stages=4, microbatches=m, schedule=schedule)) for m in (16, 64))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _oracle import SCHEDULES, Case
 from _settings import make_settings
 from _tolerances import MEMORY, STATE_BYTES
@@ -77,7 +77,7 @@ def temporary_bytes(pipeline: Pipeline) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", slow_after(1, BOUNDED))
+@pytest.mark.parametrize("schedule", sweep(1, BOUNDED))
 def test_temporary_bytes_do_not_grow_with_microbatches(schedule: str) -> None:
     """From where the steady part is long enough to have a loop of its own."""
     few, many = (temporary_bytes(wide_pipeline(factor * STAGES, schedule)) for factor in (4, 16))
@@ -86,7 +86,7 @@ def test_temporary_bytes_do_not_grow_with_microbatches(schedule: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("skip_idle", "interval"), soak_after(1, [(False, 1), (False, 0), (True, 1)], unpack=True)
+    ("skip_idle", "interval"), sweep(1, [(False, 1), (False, 0), (True, 1)], unpack=True)
 )
 def test_neither_with_masked_actions_nor_with_recompute(skip_idle: bool, interval: int) -> None:
     kwargs = {"skip_idle": skip_idle, "interval": interval}
@@ -134,7 +134,7 @@ RINGS.sort(key=lambda ring: ring[1:] != (2, 3))  # each schedule once, and then 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "microbatches"), slow_after(len(PLAIN), RINGS, unpack=True, soak=True)
+    ("schedule", "stages", "microbatches"), sweep(len(PLAIN), RINGS, unpack=True)
 )
 def test_rings_are_as_deep_as_the_formula(schedule: str, stages: int, microbatches: int) -> None:
     case = Case(
@@ -273,7 +273,7 @@ def bytes_per_device(tree: Any) -> int:
     return sum(int(np.prod(shape)) * size for shape, size in shapes)
 
 
-@pytest.mark.parametrize("optimizer", soak_after(1, [ADAM, optax.lamb(1e-3)]), ids=["adam", "lamb"])
+@pytest.mark.parametrize("optimizer", sweep(1, [ADAM, optax.lamb(1e-3)]), ids=["adam", "lamb"])
 def test_zero_divides_optimizer_state_and_masters_by_the_replicas(
     optimizer: optax.GradientTransformation,
 ) -> None:
@@ -357,7 +357,7 @@ BLOCK, INNER, DENSE = (
 
 @pytest.mark.parametrize(
     "layers",
-    slow_after(
+    sweep(
         3,
         [
             [BLOCK, BLOCK.remat(), BLOCK, BLOCK],
@@ -389,13 +389,14 @@ def test_a_layer_that_recomputes_leaves_the_others_alone() -> None:
     assert kept([INNER] * 4, scan_trunk=True) == kept([BLOCK] * 4, scan_trunk=True)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_layer_that_recomputes_takes_no_more_memory() -> None:
     assert temporary_bytes(planned([BLOCK, BLOCK.remat()])[1]) <= temporary_bytes(
         planned([BLOCK] * 2)[1]
     )
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_is_dropped_is_freed() -> None:
     """An engine makes one for each shape of batch."""
     case = Case(data=4)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _jobs import TOKENS, model, plan_here, settings
 
 import jaxpipe
@@ -51,7 +51,7 @@ JOBS = [
 
 @pytest.mark.parametrize(
     ("num_microbatches", "num_stages", "replicas", "options", "sections"),
-    slow_after(1, JOBS, unpack=True),
+    sweep(1, JOBS, unpack=True),
 )
 def test_the_plan_and_auto_agree(
     num_microbatches: int,
@@ -69,11 +69,11 @@ def test_the_plan_and_auto_agree(
     assert built.choice.splitlines()[:-1] == candidate_table(shown)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", slow_after(1, [3, 0]))
+@pytest.mark.soak
+@pytest.mark.parametrize("zero_stage", sweep(1, [3, 0]))
 @pytest.mark.parametrize(
     "section",
-    slow_after(
+    sweep(
         1,
         [
             {"gather_weights": "tick"},
@@ -101,7 +101,6 @@ def test_the_plan_and_auto_agree(
             {"partition": "trunk"},
             {"stages": 3},
         ],
-        soak=True,
     ),
     ids=str,
 )
@@ -252,6 +251,7 @@ def one(name: str, step_s: float, num_bytes: float = 1.0, *, fits: bool = True) 
     return dataclasses.replace(base(), schedule=name, step_s=step_s, memory=memory, fits=fits)
 
 
+@pytest.mark.slow
 def test_the_simplest_of_about_equal_ones_is_first() -> None:
     some = [one("a", 1.005), one("b", 1.0), one("c", 0.9, fits=False), one("d", 1.2)]
     assert [each.schedule for each in ranked(some)] == ["a", "b", "d", "c"]

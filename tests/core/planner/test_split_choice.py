@@ -154,6 +154,7 @@ def test_what_may_see_a_slice_stays_whole(ends: list[Any], loss_fn: Loss, note: 
     assert re.search(f"not split over the stages: .*{note}", said) or "and the loss" not in said
 
 
+@pytest.mark.slow
 def test_a_first_layer_that_reads_its_table_stays_whole() -> None:
     def rows(embed: nn.Embed, tokens: jax.Array) -> jax.Array:
         return embed.variables["params"]["embedding"][tokens]
@@ -244,7 +245,7 @@ def test_a_model_without_a_vocabulary_hears_nothing(caplog: pytest.LogCaptureFix
     assert "vocabulary" not in caplog.text + describe_pipeline(pipeline)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_engine_keeps_its_first_choice() -> None:
     def engine(module: PipelineModule) -> Any:
         mesh = jaxpipe.mesh_for(module, jax.devices()[:4])

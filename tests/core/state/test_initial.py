@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _oracle import Case, sequential_model
 from _settings import make_settings
 from _stages import struct
@@ -52,7 +52,7 @@ def build(layers: list[Any], stages: int = 2, data: int = 1) -> tuple[Pipeline, 
     return pipeline, jax.device_get(module.init(jax.random.key(module.base_seed), x[:2]))
 
 
-@pytest.mark.parametrize("stages", slow_after(1, [2, 1, 4]))
+@pytest.mark.parametrize("stages", sweep(1, [2, 1, 4]))
 def test_initialisers_that_hold_constants(stages: int) -> None:
     pipeline, wanted = build([LayerSpec(Table, float(i)) for i in range(8)], stages)
     found = pipeline.params_tree(pipeline.init().params)
@@ -160,7 +160,7 @@ def refuse(*args: Any) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         1,
         [
             Case(model="split_tied", data=2, optimizer=ADAM, settings={"zero_stage": 1}),
@@ -299,7 +299,7 @@ def test_blocks_are_cut_off_side_by_side() -> None:
     assert _block(leaf, 0, jnp.int32(1), 2).tolist() == [[6, 7, 8, 9, 10, 11]]
 
 
-@pytest.mark.parametrize("optimizer", slow_after(1, [ADAM, LAMB]), ids=["by elements", "by leaves"])
+@pytest.mark.parametrize("optimizer", sweep(1, [ADAM, LAMB]), ids=["by elements", "by leaves"])
 def test_a_stage_with_more_layers_draws_alone_and_each_replica_keeps_its_shard(
     optimizer: optax.GradientTransformation,
 ) -> None:

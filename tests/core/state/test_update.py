@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _optimizers import refusing_empty_trees
 from _stages import make_mesh, on_devices, struct
 
@@ -92,7 +92,7 @@ def test_names_in_trunk_and_off_it() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
-    slow_after(
+    sweep(
         3,
         [
             pytest.param("elements", ADAMW, id="elements"),

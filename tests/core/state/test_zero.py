@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import soak_after
+from _covering import sweep
 from _stages import filled, make_mesh, on_devices, struct, values_of
 from jax.sharding import PartitionSpec as P
 
@@ -144,7 +144,7 @@ def test_global_arrays_have_a_row_for_each_distinct_shard(
         ((12, 5), P(("model", "expert"), None)),
     ],
 )
-@pytest.mark.parametrize("num_shards", soak_after(1, [2, 3]))
+@pytest.mark.parametrize("num_shards", sweep(1, [2, 3]))
 def test_sharded_leaves_are_cut_block_by_block(
     shape: tuple[int, ...], spec: P, num_shards: int
 ) -> None:

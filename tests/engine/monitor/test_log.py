@@ -106,6 +106,7 @@ def test_a_log_that_is_dropped_closes_its_monitors(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_what_waits_at_the_end_of_the_program_is_written() -> None:
     program = """
 import time, jax.numpy as jnp
@@ -141,6 +142,7 @@ def test_a_store_has_what_was_flushed_and_a_run_that_goes_on_appends(tmp_path: P
                 assert [name for name, _ in DiskStore.calls if name == "put"] == ["put"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["", pytest.param("/sub", marks=pytest.mark.slow)])
 def test_a_store_has_everything_when_the_program_ends(tmp_path: Path, job: str) -> None:
     program = f"""

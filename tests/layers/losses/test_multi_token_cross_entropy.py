@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _models import ROWS
 from _on_stages import on_two_stages
 from _refusals import assert_refused
@@ -58,7 +58,7 @@ def one_by_one(
     return total
 
 
-@pytest.mark.parametrize("name", slow_after(1, list(reversed(OPTIONS))))
+@pytest.mark.parametrize("name", sweep(1, list(reversed(OPTIONS))))
 def test_values_and_gradients_are_those_of_single_positions(name: str) -> None:
     (logits, labels), options = inputs(), OPTIONS[name]
 

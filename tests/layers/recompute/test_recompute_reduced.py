@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _settings import make_settings
 from _tolerances import assert_close
 from jax.ad_checkpoint import checkpoint_name
@@ -152,7 +152,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", slow_after(1, ["each layer", *(name for name in CASES if name != "each layer")])
+    "case", sweep(1, ["each layer", *(name for name in CASES if name != "each layer")])
 )
 def test_gradients_are_those_of_one_device(case: str) -> None:
     pipeline = make_pipeline(**CASES[case])
@@ -163,7 +163,7 @@ def test_gradients_are_those_of_one_device(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", slow_after(0, ["each layer", "marked", "constraints", "scanned", "split backward"])
+    "case", sweep(0, ["each layer", "marked", "constraints", "scanned", "split backward"])
 )
 def test_nothing_is_reduced_again(case: str) -> None:
     settings = {
@@ -174,16 +174,14 @@ def test_nothing_is_reduced_again(case: str) -> None:
     assert num_reduced(recomputed) == num_reduced(kept)
 
 
-@pytest.mark.parametrize(
-    "case", slow_after(0, [{"names": False, "interval": 1}, CASES["own policy"]])
-)
+@pytest.mark.parametrize("case", sweep(0, [{"names": False, "interval": 1}, CASES["own policy"]]))
 def test_what_is_not_named_or_not_kept_is_reduced_again(case: dict[str, Any]) -> None:
     # In each of the two blocks of a stage, in the ticks with a backward and those after the last
     # forward.
     assert num_reduced(make_pipeline(**case)) >= num_reduced(make_pipeline()) + BLOCKS // 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_where_inputs_are_sharded_names_save_the_sums_alike() -> None:
     # More sums than without: what is computed from inputs that are sharded by features sums over
     # them.
@@ -204,9 +202,7 @@ def test_a_named_value_is_kept_once_a_layer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", slow_after(1, ["each layer", "marked", "inputs sharded", "scanned"])
-)
+@pytest.mark.parametrize("case", sweep(1, ["each layer", "marked", "inputs sharded", "scanned"]))
 @pytest.mark.filterwarnings("ignore:No effect")
 def test_without_an_axis_to_reduce_over_names_change_nothing(case: str) -> None:
     def lowered(names: bool) -> str:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -88,7 +88,7 @@ EVEN, UNEVEN = (12, WIDTH), (5, 3, WIDTH)
 
 @pytest.mark.parametrize(
     ("settings", "num_model", "shape", "share"),
-    slow_after(
+    sweep(
         3,
         [
             pytest.param(

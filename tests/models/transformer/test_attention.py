@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _refusals import check_refused
 from _tolerances import assert_close
 
@@ -99,7 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    slow_after(
+    sweep(
         3, sorted(CASES, key=lambda x: x not in ("causal_window_segments", "lengths", "of_pairs"))
     ),
 )
@@ -121,7 +121,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(2, list(EXTRAS)[::-1]))
+@pytest.mark.parametrize("name", sweep(1, list(EXTRAS)[::-1]))
 def test_sinks_caps_and_wider_or_narrower_values(name: str) -> None:
     """Against all scores at once, with one more score for each head, in the steep part of caps."""
     q, k, v, grad = inputs()
@@ -151,7 +151,7 @@ def test_a_sink_of_minus_infinity_is_no_sink() -> None:
     assert_close(attention(q, k, v, sinks=lowest, **given), attention(q, k, v, **given))
 
 
-@pytest.mark.parametrize("size", slow_after(1, [D // 2, 2 * D]))
+@pytest.mark.parametrize("size", sweep(1, [D // 2, 2 * D]))
 @pytest.mark.parametrize("implementation", ["cudnn", "xla"])
 def test_kernels_for_one_size_get_padded_heads(
     implementation: Any, size: int, monkeypatch: pytest.MonkeyPatch
@@ -267,7 +267,7 @@ def test_sixteen_bits_are_summed_in_more() -> None:
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.02)
 
 
-@pytest.mark.parametrize("dtype", soak_after(1, [jnp.bfloat16, jnp.float16]))
+@pytest.mark.parametrize("dtype", sweep(1, [jnp.bfloat16, jnp.float16]))
 @pytest.mark.parametrize("implementation", ["blocked", "xla"])
 def test_a_row_hidden_by_the_lowest_float_is_finite(implementation: Any, dtype: Any) -> None:
     q, k, v, _ = (x.astype(dtype) for x in inputs())

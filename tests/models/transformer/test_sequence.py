@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _refusals import check_refused
 from _tolerances import assert_close
 from jax.sharding import AxisType, Mesh
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(1, list(CASES)))
+@pytest.mark.parametrize("name", sweep(1, list(CASES)))
 def test_a_ring_gives_what_one_device_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blocked, "BLOCK", 8)
     axes, sizes, given = CASES[name]
@@ -104,9 +104,7 @@ def test_devices_pass_keys_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     "axes",
-    slow_after(
-        1, [{"stage": 1, "model": 2, "sequence": 2}, {"stage": 1, "sequence": 2, "fsdp": 2}]
-    ),
+    sweep(1, [{"stage": 1, "model": 2, "sequence": 2}, {"stage": 1, "sequence": 2, "fsdp": 2}]),
 )
 def test_heads_are_exchanged_for_positions_and_back(axes: dict[str, int]) -> None:
     given = {"causal": True, "segment_ids": IDS, "dropout_rate": 0.2, "key": jax.random.key(3)}

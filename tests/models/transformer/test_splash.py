@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _tolerances import assert_close
 
 import jaxpipe
@@ -28,8 +28,8 @@ def arrays(queries: int, keys: int, heads: tuple[int, int], width: int = 64) -> 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "causal", "window", "has_segments"),
-    slow_after(
-        2,
+    sweep(
+        1,
         [
             (256, 256, "grouped", True, None, False),
             (256, 256, "equal", True, 100, True),
@@ -57,6 +57,7 @@ def test_outputs_and_gradients_are_those_of_blocks(
     assert_close(pulls[0](gradient), pulls[1](gradient))
 
 
+@pytest.mark.slow
 def test_sinks_caps_and_narrower_values_are_those_of_blocks() -> None:
     q, k, v = arrays(256, 256, HEADS["grouped"], 192)
     v, sinks = v[..., :128], jnp.linspace(-1.0, 3.0, 4)

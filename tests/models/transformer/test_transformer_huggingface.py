@@ -42,6 +42,7 @@ def numpy_of(value: Any) -> np.ndarray:
     return value.detach().numpy()
 
 
+@pytest.mark.slow
 def test_outputs_and_gradients_of_bert() -> None:
     theirs, parts = bert_layer()
     rng = np.random.default_rng(0)

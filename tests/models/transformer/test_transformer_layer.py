@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _reference import dropout_of
 from _reference import layer as reference
 from _refusals import check_refused
@@ -72,7 +72,7 @@ HIDDEN["added"] = (HIDDEN["added"][0], {"added": jnp.where(SEEN, 0.0, -2.0)[:, N
 @pytest.mark.parametrize("pre_layer_norm", [True, False])
 @pytest.mark.parametrize(
     ("hidden", "causal"),
-    slow_after(1, [("lengths", True), *((name, False) for name in HIDDEN)], unpack=True),
+    sweep(1, [("lengths", True), *((name, False) for name in HIDDEN)], unpack=True),
 )
 def test_it_is_the_reference(pre_layer_norm: bool, hidden: str, causal: bool) -> None:
     config = make_config(pre_layer_norm=pre_layer_norm, causal=causal)
@@ -84,7 +84,7 @@ def test_it_is_the_reference(pre_layer_norm: bool, hidden: str, causal: bool) ->
 
 @pytest.mark.parametrize(
     "switches",
-    slow_after(2, [{}, {"recompute": "all"}, {"gelu_checkpoint": True}, {"recompute": "kernels"}]),
+    sweep(1, [{}, {"recompute": "all"}, {"gelu_checkpoint": True}, {"recompute": "kernels"}]),
 )
 def test_dropout_is_that_of_its_key_also_where_it_recomputes(switches: dict[str, Any]) -> None:
     config = make_config(attn_dropout_ratio=0.3, hidden_dropout_ratio=0.2, seed=5, **switches)
@@ -141,9 +141,7 @@ def kept_bytes(train: bool = True, size: int = 64, **given: Any) -> int:
 @pytest.mark.filterwarnings("ignore:No effect. attn_dropout_checkpoint")
 @pytest.mark.parametrize(
     "given",
-    slow_after(
-        1, [{}, {"attention": "xla", "pre_layer_norm": False}, {"hidden_dropout_ratio": 0.1}]
-    ),
+    sweep(1, [{}, {"attention": "xla", "pre_layer_norm": False}, {"hidden_dropout_ratio": 0.1}]),
 )
 def test_a_switch_never_adds_to_what_is_kept(given: dict[str, Any]) -> None:
     names = "normalize_invertible", "gelu_checkpoint", "attn_dropout_checkpoint"
@@ -165,7 +163,9 @@ def test_a_policy_of_the_users_own() -> None:
     assert kept_bytes(recompute=keep_kernels) == kept_bytes(recompute="kernels")
 
 
-@pytest.mark.parametrize(("adjust", "share"), [(True, (2 * 8) ** -0.5), (False, 1.0)])
+@pytest.mark.parametrize(
+    ("adjust", "share"), sweep(1, [(True, (2 * 8) ** -0.5), (False, 1.0)], unpack=True)
+)
 def test_initial_weights_have_the_ranges_asked_for(adjust: bool, share: float) -> None:
     config = DeepSpeedTransformerConfig(
         hidden_size=128,
@@ -209,15 +209,17 @@ def test_given_weights_are_laid_out_as_torch_lays_them_out() -> None:
         DeepSpeedTransformerLayer(make_config(), initial_biases=[])
 
 
+@pytest.mark.slow
 def test_tuples_of_one() -> None:
     module = DeepSpeedTransformerLayer(make_config(huggingface=True))
     (found,) = module.apply({"params": weights()}, (X,))
     assert_close(found, reference(make_config(), weights(), X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "coming", "computed"),
-    slow_after(
+    sweep(
         2,
         [
             ({"dtype": "bfloat16"}, "float32", "bfloat16"),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import covering, slow_after
+from _covering import covering, sweep
 from _settings import make_settings
 from _tolerances import assert_close, assert_loss
 
@@ -164,7 +164,7 @@ def pairs() -> list[Case]:
 
 @pytest.mark.parametrize(
     "case",
-    slow_after(
+    sweep(
         0,
         [
             Case(pre=False, hidden="mask", data=2),
@@ -172,7 +172,6 @@ def pairs() -> list[Case]:
             Case(hidden="lengths", dropout=True, model=2),
             *pairs(),
         ],
-        soak=True,
     ),
     ids=str,
 )

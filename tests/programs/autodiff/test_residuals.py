@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after, soak_after
+from _covering import sweep
 from _models import BLOCKS, DIM
 from _oracle import Case
 from _tolerances import assert_close
@@ -108,7 +108,7 @@ def structs(args: Any) -> Any:
     return jax.eval_shape(lambda: args)
 
 
-@pytest.mark.parametrize("function", slow_after(4, [*FUNCTIONS]), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", sweep(4, [*FUNCTIONS]), ids=lambda f: f.__name__)
 def test_the_backward_is_that_of_autodiff(function: Callable[..., Any]) -> None:
     params, inputs, context = arguments()
     residuals = Residuals(with_others(function), *structs((params, inputs, context)))
@@ -196,8 +196,8 @@ def test_only_floating_leaves_have_gradients() -> None:
 
 
 @pytest.mark.parametrize("interval", [0, 1])
-@pytest.mark.parametrize("scan_trunk", soak_after(1, [False, True]))
-@pytest.mark.parametrize("model", slow_after(3, ["nnx", "attention", "dropout", "linen", "side"]))
+@pytest.mark.parametrize("scan_trunk", sweep(1, [False, True]))
+@pytest.mark.parametrize("model", sweep(2, ["nnx", "attention", "dropout", "linen", "side"]))
 def test_rings_hold_no_weights(model: str, scan_trunk: bool, interval: int) -> None:
     pipeline = Case(
         model=model, stages=2, interval=interval, scan_trunk=scan_trunk, cut="trunk"
@@ -275,7 +275,7 @@ def check_marks(names: tuple[str, ...]) -> None:
             assert kept[more] <= kept[fewer], f"{names}: {more} marked keep more than {fewer}"
 
 
-@pytest.mark.parametrize("first", soak_after(1, ["perceptron", "narrow", "inner"]))
+@pytest.mark.parametrize("first", sweep(1, ["perceptron", "narrow", "inner"]))
 @pytest.mark.parametrize(
     "second", ["dense", "softmax", "perceptron", "frozen", "branch", "fourier"]
 )
@@ -283,7 +283,7 @@ def test_to_ask_for_recompute_never_keeps_more(first: str, second: str) -> None:
     check_marks((first, second))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("first", LAYERS)
 def test_to_ask_for_recompute_never_keeps_more_in_any_pair(first: str) -> None:
     for second in LAYERS:
@@ -352,7 +352,7 @@ def test_a_branch_keeps_no_weights_and_one_with_recompute_its_inputs_alone() -> 
     assert kept == [[(3, SIZE), (3, SIZE)], [(3, SIZE)]]
 
 
-@pytest.mark.parametrize("marked", soak_after(1, [(0, 1), (), (0,), (1,)]))
+@pytest.mark.parametrize("marked", sweep(1, [(0, 1), (), (0,), (1,)]))
 @pytest.mark.parametrize(
     "names",
     [

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _oracle import Case
 from _tolerances import assert_close
 from jax.ad_checkpoint import checkpoint_name
@@ -240,7 +240,7 @@ def compiled(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
 
 @pytest.mark.parametrize(
     ("function", "deferred"),
-    slow_after(len(CASES) - 5, CASES, unpack=True),
+    sweep(len(CASES) - 5, CASES, unpack=True),
     ids=[f.__name__ for f, _ in CASES],
 )
 def test_input_and_weight_gradient_are_the_whole(function: Function, deferred: set[str]) -> None:
@@ -487,7 +487,7 @@ def test_what_waits_in_host_memory_stays_on_the_device() -> None:
 
 @pytest.mark.parametrize(
     ("scan_trunk", "interval"),
-    slow_after(2, [(False, 0), (True, 1), (False, 1), (True, 0)], unpack=True),
+    sweep(2, [(False, 0), (True, 1), (False, 1), (True, 0)], unpack=True),
 )
 def test_the_trunk_of_a_pipeline(scan_trunk: bool, interval: int) -> None:
     case = Case(model="attention", stages=2, interval=interval, scan_trunk=scan_trunk, cut="trunk")

@@ -1,5 +1,6 @@
 """Every primitive that is known by name exists in the installed JAX."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,7 @@ def names_in(closed: Any) -> set[str]:
     return {eqn.primitive.name for eqn in closed.jaxpr.eqns}.union(*inner)
 
 
+@functools.cache
 def existing() -> set[str]:
     return public().union(*map(names_in, traced()))
 

@@ -54,7 +54,7 @@ def planned(kv_heads: int, places: int) -> Any:
     return found.best
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_memory_is_that_of_the_pipeline(kv_heads: int) -> None:
     alone, divided = (planned(kv_heads, places) for places in (1, 2))
@@ -69,7 +69,7 @@ def test_memory_is_that_of_the_pipeline(kv_heads: int) -> None:
     assert divided.memory.residuals == pytest.approx(ring, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_compiled_temporaries_shrink_as_planned() -> None:
     """On simulated devices, whose program computes in blocks, as plan counts."""
     found: list[tuple[float, float]] = []

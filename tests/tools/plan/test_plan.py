@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _covering import slow_after
+from _covering import sweep
 from _refusals import check_refused
 
 import jaxpipe
@@ -82,8 +82,8 @@ def planned(replicas: int = 1, num_stages: int = 2, **kwargs: Any) -> StepPlan:
 
 @pytest.mark.parametrize(
     ("num_stages", "replicas", "schedule", "chunks", "interval", "extra"),
-    slow_after(
-        3,
+    sweep(
+        2,
         [
             (4, 1, "1f1b", 1, 1, {"bf16": {"enabled": True}}),
             (2, 2, "interleaved", 2, 0, {"zero_optimization": {"stage": 1}}),
@@ -195,6 +195,7 @@ def test_text_json_and_comparison() -> None:
     assert data["hardware"]["name"] == "h200"
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_named_with_what_makes_it_fit() -> None:
     small = planned()
     assert small.best is not None
@@ -292,7 +293,7 @@ def test_an_axis_model_is_looked_at_where_weights_are_divided_over_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", slow_after(1, [1, 0]))
+@pytest.mark.parametrize("stage", sweep(1, [1, 0]))
 def test_an_axis_model_is_looked_at_beside_zero(stage: int) -> None:
     layers = [nn.Dense(WIDTH), *(Divided() for _ in range(4)), nn.Dense(8)]
     module = jaxpipe.PipelineModule(layers, 2, loss_fn=loss_fn)
@@ -306,7 +307,7 @@ def test_an_axis_model_is_looked_at_beside_zero(stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "axes"),
-    slow_after(1, [(Divided, {"model": 2}), (Block, {"fsdp": 4})], unpack=True),
+    sweep(1, [(Divided, {"model": 2}), (Block, {"fsdp": 4})], unpack=True),
     ids=["model", "fsdp"],
 )
 def test_axes_that_were_asked_for_stay(block: type[nn.Module], axes: dict[str, int]) -> None:
@@ -373,6 +374,7 @@ def test_hardware_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the optimiser is AdamW" in str(slow)
 
 
+@pytest.mark.slow
 def test_assumptions_have_names_and_may_be_given() -> None:
     steps = [planned(assume=name).candidates[0].step_s for name in ("optimistic", "fair")]
     assert steps[0] == planned().candidates[0].step_s < steps[1]
@@ -484,7 +486,7 @@ def test_more_microbatches_take_as_long_as_if_all_were_gone_through() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", slow_after(1, [0, 3]))
+@pytest.mark.parametrize("zero_stage", sweep(1, [0, 3]))
 def test_an_example_of_one_replica_is_enough(zero_stage: int) -> None:
     settings = config(zero_optimization={"stage": zero_stage})
     for replicas in (1, 2, 4):
@@ -861,7 +863,7 @@ def pipeline_of(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "chunks"), slow_after(1, [("1f1b", 1), ("interleaved", 2)], unpack=True)
+    ("schedule", "chunks"), sweep(1, [("1f1b", 1), ("interleaved", 2)], unpack=True)
 )
 def test_weights_are_gathered_when_the_pipeline_gathers_them(schedule: str, chunks: int) -> None:
     held: dict[str, set[float]] = {}

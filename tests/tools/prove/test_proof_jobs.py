@@ -104,7 +104,7 @@ def test_narrowing_hides_no_error_of_the_users() -> None:
 @pytest.mark.parametrize(
     ("name", "stage", "only"),
     [
-        pytest.param("dropout", 2, ("numbers",), marks=pytest.mark.slow),
+        pytest.param("dropout", 2, ("numbers",), marks=pytest.mark.soak),
         pytest.param("norm", 3, ("numbers", "state"), marks=pytest.mark.soak),
     ],
     ids=["dropout", "batch statistics"],
@@ -126,13 +126,14 @@ def language_model(loss_fn: Any = token_losses, *between: Any) -> tuple[Pipeline
     return module, {**SIZES, **ADAMW, **SPLIT}, (*tokens,)
 
 
+@pytest.mark.slow
 def test_a_split_vocabulary_is_proved_in_float64() -> None:
     (claim,) = prove(*language_model(), only=("numbers",)).claims
     assert claim.holds, str(claim)
     assert "narrower than float64" not in claim.figures
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_fault_beside_a_split_vocabulary_is_named() -> None:
     with after(GradientSums, "add_trunk", lambda found, *_: scaled(found, 2.0))():
         found = prove(*language_model(), only=("numbers",))
@@ -153,6 +154,7 @@ def odd_tokens(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arr
     return token_losses(logits, jnp.where(labels % 2 == 1, labels, -100))
 
 
+@pytest.mark.slow
 def test_a_backward_that_clips_is_proved_where_microbatches_have_weights() -> None:
     job = language_model(odd_tokens, clipped)
     assert prove(job[0], {**job[1], "pipeline": {}}, job[2], only=("numbers", "weights")).holds

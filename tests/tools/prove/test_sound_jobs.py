@@ -32,7 +32,7 @@ def ratios(found: Proof, name: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in IN_SLOW else pytest.mark.soak, id=name)
+        pytest.param(name, marks=pytest.mark.soak if name in IN_SLOW else pytest.mark.soak, id=name)
         for name in JOBS
     ],
 )
@@ -49,7 +49,7 @@ def test_a_sound_job_is_proved(name: str) -> None:
         assert not wide
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_small_mistake_in_a_job_in_bfloat16_is_refused() -> None:
     """Its own dtype would hide it."""
     (fault,) = (each for each in MORE if each.name == "a gradient of one leaf scaled by 1e-9")
