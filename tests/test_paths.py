@@ -207,6 +207,7 @@ def test_paths_on_stores() -> None:
     assert any_path("a:b/c", "save_dir") == Path("a:b/c")
 
 
+@pytest.mark.slow
 def test_the_command_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

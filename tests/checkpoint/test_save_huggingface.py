@@ -267,6 +267,7 @@ class OwnNNX(nnx.Module):
         return x @ self.kernel[...] + jnp.tanh(x @ self.lora_a[...]) @ self.lora_b[...]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("own", "alpha"), sweep(1, [(OwnNNX, ALPHA), (Own, None)], unpack=True))
 def test_a_layer_may_have_the_names_of_adapters(
     own: type, alpha: float | None, tmp_path: Path

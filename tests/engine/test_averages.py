@@ -228,6 +228,7 @@ def test_of_parameters_in_half_precision() -> None:
     np.testing.assert_allclose(kernel, wanted, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_trained_anew_begins_to_be_averaged(tmp_path: Path) -> None:
     layers = [LayerSpec(nn.Dense, 4), LayerSpec(nn.Dense, 1)]
     part = build(module(*layers, stages=1, trainable="1_Dense"), EMA, example_batch=entry())

@@ -187,6 +187,7 @@ def test_every_further_name_works_or_gives_its_replacement(engine: PipelineEngin
     assert not isinstance(found.value, PipelineError)
 
 
+@pytest.mark.slow
 def test_what_further_names_return() -> None:
     engine: Any = build(
         module(data=2), {"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}}

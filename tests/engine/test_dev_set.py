@@ -179,6 +179,7 @@ def test_nan_stays() -> None:
     assert np.isnan(engine.evaluate(cut(inputs, labels, 2))["loss"])
 
 
+@pytest.mark.slow
 def test_monitors_get_it() -> None:
     seen: list[Any] = []
     engine = build(module(loss_fn=reporting_loss), monitors=[seen.extend])
@@ -244,6 +245,7 @@ def texts(count: int) -> tuple[np.ndarray, np.ndarray]:
 SPLIT = {"pipeline": {"split_vocabulary": True}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "data", "settings"),
     [
@@ -288,6 +290,7 @@ def test_a_reference_without_an_optimizer() -> None:
     assert {leaf.dtype.name for leaf in jax.tree.leaves(reference.state.params)} == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_labels_of_log_probabilities() -> None:
     engine = language_model(1, 1)
     inputs, labels = texts(2)

@@ -182,6 +182,7 @@ def whole_batch(length: int = 3) -> tuple[Any, Any]:
     return shape, shape
 
 
+@pytest.mark.slow
 def test_lowering_the_step() -> None:
     engine = build()
     lowered = engine.lower(whole_batch())

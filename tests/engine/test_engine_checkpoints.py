@@ -119,6 +119,7 @@ def test_what_is_not_asked_for_stays(run: Run, optimizer: bool, schedule: bool, 
     )
 
 
+@pytest.mark.slow
 def test_a_rate_that_was_set_is_kept(root: Path) -> None:
     for name, others in (("adam", []), ("muon-zero", [pytest.approx(0.01)])):
         run = run_of(name, root)

@@ -74,6 +74,7 @@ def test_a_whole_checkpoint_goes_both_ways(tmp_path: Path) -> None:
         np.testing.assert_array_equal(leaves(other)[name], leaf)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_held_once_in_the_dtype_they_compute_in() -> None:
     one = engine(bf16={"enabled": True})
     arrays = state_arrays(one.state)

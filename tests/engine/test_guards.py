@@ -75,6 +75,7 @@ def test_transformer_layers_under_strict_promotion() -> None:
         assert engine.predict(next(tokens())[0]).dtype == jax.numpy.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     sweep(

@@ -117,6 +117,7 @@ class Noisy(nn.Module):
         return nn.Dense(4)(nn.Dropout(0.5, deterministic=not train)(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", sweep(1, [1, 4, 2]))
 def test_loops_in_layers_and_stages_of_last_layers(stages: int, tmp_path: Path) -> None:
     layers = [*[LayerSpec(Noisy)] * 4, LayerSpec(nn.Dense, 1)]

@@ -73,6 +73,7 @@ def test_a_refused_load_leaves_shapes_open(root: Path, adam: Run) -> None:
     assert_same(leaves(engine), adam.late.leaves)
 
 
+@pytest.mark.slow
 def test_what_fits_is_loaded(adam: Run, other: Any) -> None:
     before = leaves(other)
     with pytest.warns(

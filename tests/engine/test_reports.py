@@ -189,6 +189,7 @@ def test_overflow_skips_lowers_and_ends() -> None:
     np.testing.assert_allclose(engine.get_lr(), [0.0025], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_skips_what_is_not_finite() -> None:
     engine = build(module(auto_cast=True), {"bf16": {"enabled": True}})
     engine.train_batch(entries())

@@ -113,6 +113,7 @@ def call(engine: UnpipelinedEngine, batch: list[Any]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", sweep(2, [8, 1, 2]))
 @pytest.mark.parametrize("count", sweep(1, [3, 1]))
 def test_a_plain_loop_on_one_device(count: int, data: int) -> None:

@@ -349,10 +349,17 @@ def test_a_signal_while_processes_are_started(
 
 @pytest.mark.parametrize(
     ("culprit", "words"),
-    [
-        ("sys.exit(0)", r"process 1 \(pid \d+\) ended with exit code 0 before the others\."),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", r"process 1 \(pid \d+\) is stopped by a signal\."),
-    ],
+    sweep(
+        1,
+        [
+            ("sys.exit(0)", r"process 1 \(pid \d+\) ended with exit code 0 before the others\."),
+            (
+                "os.kill(os.getpid(), signal.SIGSTOP)",
+                r"process 1 \(pid \d+\) is stopped by a signal\.",
+            ),
+        ],
+        unpack=True,
+    ),
 )
 def test_what_a_failed_process_may_have_waited_for_is_named(
     here: Path, capfd: pytest.CaptureFixture[str], culprit: str, words: str
@@ -418,6 +425,7 @@ def test_handlers_are_given_back(here: Path) -> None:
     ] == before
 
 
+@pytest.mark.slow
 def test_nothing_is_left_open(here: Path) -> None:
     assert _run(here, 1, "note()\n") == 0
     before = len(list(Path("/proc/self/fd").iterdir()))

@@ -131,6 +131,7 @@ def test_a_mesh_that_is_around_stays() -> None:
     assert on_mesh(MESH, lambda: on_mesh(MESH, inner)) == (("stage", "data"), 2)
 
 
+@pytest.mark.slow
 def test_what_is_traced_runs_on_the_devices_of_the_mesh() -> None:
     mesh = jax.make_mesh((1, 2, 2), ("stage", "data", "model"), axis_types=(AxisType.Auto,) * 3)
     model = _module(_Block(), _own_shard_map)
@@ -265,6 +266,7 @@ def test_a_users_own_mesh_may_be_around(mesh_axes: tuple[str, ...], axis_type: A
         np.testing.assert_allclose(model.apply(model.init(KEY, X), x), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_users_own_mesh_shards_an_annotated_model() -> None:
     model = _module(_Block())
     wanted = model.apply(model.init(KEY, X), X)

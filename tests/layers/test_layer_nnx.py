@@ -149,6 +149,7 @@ def test_training_without_a_key_is_refused_where_streams_wait_for_one() -> None:
         model.apply(params, X, train=True)
 
 
+@pytest.mark.slow
 def test_attention_with_dropout() -> None:
     attention = LayerSpec(nnx.MultiHeadAttention, 1, 3, dropout_rate=0.5, decode=False)
     model = PipelineModule([attention], num_stages=1)

@@ -116,6 +116,7 @@ def test_layers_that_compute_wider_than_their_parameters_are_named_once(
     assert [line.partition(" computed in")[0] for line in found] == [wide] * (wide is not None)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_loops_in_bfloat16() -> None:
     layers = [*LAYERS["nn.scan"], *LAYERS["lax.cond"]]
     topology = PipeDataParallelTopology(2, 1)

@@ -292,6 +292,7 @@ def test_groups_hold_what_may_be_recomputed_alone(
     assert "".join(log) == expected
 
 
+@pytest.mark.slow
 def test_checkpointable_layers_are_recomputed_alone() -> None:
     module = PipelineModule([LayerSpec(Block), LayerSpec(NNXBlock), LayerSpec(Block)], num_stages=1)
     params = module.init(jax.random.key(0), X)

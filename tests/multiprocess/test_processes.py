@@ -30,6 +30,7 @@ JOBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(1, sorted(JOBS)))
 def test_the_same_losses_and_equal_replicas(name: str, tmp_path: Path) -> None:
     processes, devices, layout = JOBS[name]

@@ -118,6 +118,7 @@ def test_the_loss_counts_with_the_last_layer() -> None:
     assert measured(module, trace).loss.forward_s == 0
 
 
+@pytest.mark.slow
 def test_recompute_counts_with_the_backward() -> None:
     layers = [lambda x: jnp.sin(sleep_both_ways(SLOW_S, QUICK_S)(x))]
     module = PipelineModule(layers, 1, loss_fn=_mse, activation_checkpoint_interval=1)

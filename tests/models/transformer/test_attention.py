@@ -121,6 +121,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(1, list(EXTRAS)[::-1]))
 def test_sinks_caps_and_wider_or_narrower_values(name: str) -> None:
     """Against all scores at once, with one more score for each head, in the steep part of caps."""

@@ -163,6 +163,7 @@ def test_a_policy_of_the_users_own() -> None:
     assert kept_bytes(recompute=keep_kernels) == kept_bytes(recompute="kernels")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adjust", "share"), sweep(1, [(True, (2 * 8) ** -0.5), (False, 1.0)], unpack=True)
 )

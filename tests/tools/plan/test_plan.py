@@ -363,6 +363,7 @@ def planned_on(hardware: Hardware) -> StepPlan:
     )
 
 
+@pytest.mark.slow
 def test_hardware_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Hardware("mine", 100e12, 40e9, 1e12, 100e9, devices_per_host=2)
     monkeypatch.setitem(HARDWARE, "mine", mine)
@@ -431,6 +432,7 @@ def test_hosts_have_a_whole_number_of_devices() -> None:
     assert HARDWARE["h200"].assuming({"devices_per_host": 4.0}).devices_per_host == 4
 
 
+@pytest.mark.slow
 def test_mfu_is_told_with_attentions_whole_square_too() -> None:
     """Attention alone makes products here, and goes through 10 of its 16 blocks."""
 
@@ -499,6 +501,7 @@ def test_an_example_of_one_replica_is_enough(zero_stage: int) -> None:
         assert plans[0].to_json() == plans[1].to_json()
 
 
+@pytest.mark.slow
 def test_memory_of_hardware_by_name() -> None:
     one, other = (planned_on(HARDWARE[name]) for name in ("a100-40gb", "a100"))
     assert "of 40 GB usable" in str(one)
