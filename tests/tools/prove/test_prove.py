@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from _covering import sweep
 from _faults import OF_EXECUTOR, USER, Fault, module_of
 from _models import ALL_MODELS, MICROBATCH
 
@@ -100,9 +101,7 @@ def job():
 """
 
 
-@pytest.mark.parametrize(
-    ("loss", "status"), [("mean", 0), pytest.param("sum", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("loss", "status"), sweep(0, [("sum", 1), ("mean", 0)], unpack=True))
 def test_the_command(
     loss: str,
     status: int,
@@ -153,9 +152,7 @@ def wrong():
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "status"), [("wrong", 1), pytest.param("steps", 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "status"), sweep(1, [("wrong", 1), ("steps", 0)], unpack=True))
 def test_a_pipeline_written_by_hand(
     name: str,
     status: int,
