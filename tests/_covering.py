@@ -106,19 +106,26 @@ def first_values_then_pairs(
     return [*sweep(len(values) // 9, values), *sweep(0, rest)]
 
 
-def sweep(count: int, cases: Sequence[Any], *, unpack: bool = False) -> list[Any]:
+def sweep(
+    count: int,
+    cases: Sequence[Any],
+    *,
+    unpack: bool = False,
+    rest: pytest.MarkDecorator = pytest.mark.soak,
+) -> list[Any]:
     """Parameters of a test of which the first few run by default; the others are soak.
 
     Args:
         count: How many run by default. Of none, the first is slow, for CI.
         cases: The values.
         unpack: Whether each is a tuple of values of several arguments.
+        rest: What the others are.
     """
-    marks = [pytest.mark.soak] * (len(cases) - count)
+    marks = [rest] * (len(cases) - count)
     if not count:
         marks[:1] = [pytest.mark.slow]
-    rest = zip(cases[count:], marks, strict=True)
-    return [*cases[:count], *(_marked(case, mark, unpack=unpack) for case, mark in rest)]
+    others = zip(cases[count:], marks, strict=True)
+    return [*cases[:count], *(_marked(case, mark, unpack=unpack) for case, mark in others)]
 
 
 def _marked(case: Any, mark: pytest.MarkDecorator, *, unpack: bool) -> Any:

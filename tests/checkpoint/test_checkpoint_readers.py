@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _covering import sweep
 from _one_run import Run, make_engine, make_run
 
 from jaxpipe.checkpoint import (
@@ -77,7 +78,7 @@ def read_often(
             door(path)
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("door", sweep(2, [*DOORS.values()], rest=pytest.mark.slow), ids=DOORS)
 def test_a_checkpoint_that_is_replaced_while_it_is_read(
     run: Run, tmp_path: Path, door: Callable[[Path], Any]
 ) -> None:
@@ -86,7 +87,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("tag", [None, "best"])
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("door", sweep(2, [*DOORS.values()], rest=pytest.mark.slow), ids=DOORS)
 def test_a_checkpoint_that_is_replaced_while_it_is_read_often(
     run: Run, tmp_path: Path, door: Callable[[Path], Any], tag: str | None
 ) -> None:

@@ -48,6 +48,7 @@ def test_a_process_that_still_writes_is_waited_for(
     assert list(data.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_process_that_is_silent_is_not(data: Path) -> None:
     (data / "writing-1").write_text("7")
     with pytest.raises(

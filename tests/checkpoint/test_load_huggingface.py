@@ -168,6 +168,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(mistake: str, tmp_path: 
     assert_loaded(engine, before)
 
 
+@pytest.mark.slow
 def test_files_that_are_damaged_or_not_there(tmp_path: Path) -> None:
     config = config_of(tied=True)
     engine = make_engine(config)

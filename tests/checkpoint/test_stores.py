@@ -427,6 +427,7 @@ def test_a_lock_that_is_given_back_does_not_come_again(
     assert names_in(disk) == set()
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_holds_up_nobody_who_drops_a_run(disk: str) -> None:
     """A run ends in the garbage collector, which may come amid any other work."""
     may_end, threads, run = threading.Event(), set[str](), small()

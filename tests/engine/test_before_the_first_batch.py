@@ -53,6 +53,7 @@ def test_parameters_are_checked_as_soon_as_shapes_are_known() -> None:
     assert_refused(LayerError, words, build_alone, model_parameters=params, example_batch=entry())
 
 
+@pytest.mark.slow
 def test_evaluating_without_a_loss_names_predict() -> None:
     engine = build(module(loss_fn=None))
     words = "got float32[2, 1]. Without loss_fn it is the loss; ... call predict(inputs). Return"

@@ -152,7 +152,7 @@ def place(engine: PipelineEngine) -> Any:
     return engine._source.get_state()
 
 
-@pytest.mark.parametrize("name", ITERATORS)
+@pytest.mark.parametrize("name", sweep(4, [*ITERATORS], rest=pytest.mark.slow))
 def test_an_iterator_that_is_given_at_each_batch(
     name: str, engine: PipelineEngine, tmp_path: Path
 ) -> None:
@@ -185,7 +185,7 @@ def test_an_iterator_that_is_set(engine: PipelineEngine, tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls torch so
 @pytest.mark.parametrize("is_endless", sweep(1, [False, True]))
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", sweep(3, [*LOADERS], rest=pytest.mark.slow))
 def test_a_loader_that_is_set(
     name: str, is_endless: bool, engine: PipelineEngine, tmp_path: Path
 ) -> None:

@@ -130,6 +130,7 @@ def test_the_stage_of_a_process() -> None:
     assert (one.stage_id, one.prev_stage, one.next_stage) == (0, -1, 1)
 
 
+@pytest.mark.slow
 def test_modes_change_nothing(engine: PipelineEngine) -> None:
     loss = float(engine.eval_batch(entries(samples=4)))
     engine.train()

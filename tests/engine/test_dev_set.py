@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import sweep
 from _refusals import assert_refused
 from _small import (
     MICROBATCH,
@@ -44,7 +45,7 @@ def cut(inputs: Any, labels: Any, size: int) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.parametrize("num_samples", [1, 3, 8, 13])
+@pytest.mark.parametrize("num_samples", sweep(2, [3, 13, 1, 8], rest=pytest.mark.slow))
 def test_any_number_of_samples(data: int, num_samples: int) -> None:
     engine = engine_of(data)
     inputs, labels = entry(1, samples=num_samples)
@@ -275,6 +276,7 @@ def test_log_probabilities(stages: int, data: int, settings: Any) -> None:
     engine.train_batch(iter([texts(2 * data)] * 2))
 
 
+@pytest.mark.slow
 def test_a_reference_without_an_optimizer() -> None:
     made = PipelineModule(
         [LayerSpec(nn.Embed, VOCAB, DIM), LayerSpec(nn.Dense, VOCAB)],

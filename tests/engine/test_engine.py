@@ -69,6 +69,7 @@ def test_training_and_evaluating(name: str) -> None:
     assert_close(engine.module_state_dict(), params)
 
 
+@pytest.mark.slow
 def test_a_short_iterator_changes_nothing(shared: PipelineEngine) -> None:
     before, counters = snapshot(shared), (shared.global_steps, shared.global_samples)
     for count in range(MICROBATCHES):
@@ -95,6 +96,7 @@ def test_an_entry_that_does_not_fit_changes_nothing(shared: PipelineEngine) -> N
     assert (shared.global_steps, shared.global_samples) == counters
 
 
+@pytest.mark.slow
 def test_a_first_batch_that_does_not_fit() -> None:
     engine = build()
     cut = iter([jax.tree.map(lambda x: x[:3], entry) for entry in entries()])

@@ -168,6 +168,7 @@ def train_to_the_smallest_loss_scale(run: Run) -> None:
         run.engine.train_batch(batch(2, scale=1e6))
 
 
+@pytest.mark.slow
 def test_parameters_alone_in_an_engine_of_another_seed(root: Path) -> None:
     run = run_of("tied-reporting", root)
     engine = run.kind.engine(base_seed=7)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import sweep
 from _refusals import assert_refused
 from _small import ADAM, SIZES, Reporting, build, build_alone, entries, mean_square, module
 
@@ -122,7 +123,9 @@ def test_the_last_step_of_a_program_is_logged(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("nonfinite", [None, "skip", "stop", "ignore"])
+@pytest.mark.parametrize(
+    "nonfinite", sweep(2, ["skip", "stop", None, "ignore"], rest=pytest.mark.slow)
+)
 def test_one_key_for_all_precisions(precision: str, nonfinite: str | None) -> None:
     given = {} if nonfinite is None else {"nonfinite": nonfinite}
     settings = {**PRECISIONS[precision], **given, "gradient_clipping": 1.0, "ema": {"decay": 0.9}}

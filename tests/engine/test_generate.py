@@ -204,6 +204,7 @@ def test_what_is_no_prompt() -> None:
             engine.generate(tokens, **{"max_new_tokens": 2, **options})
 
 
+@pytest.mark.slow
 def test_tokens_that_the_prompts_dtype_does_not_hold() -> None:
     def last(x: jax.Array) -> jax.Array:
         return jnp.eye(300)[None, jnp.full(x.shape[1], 299)] + 0.0 * x[..., :1]

@@ -145,6 +145,7 @@ def test_training_less_than_before(adam: Run) -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_an_optimizer(adam: Run, tmp_path: Path) -> None:
     engine = build(dense(3, 1), optimizer=None)
     engine.load_checkpoint(adam.folder)

@@ -327,6 +327,7 @@ def test_a_full_disk_ends_a_monitor_and_not_the_run(
     )
 
 
+@pytest.mark.slow
 def test_one_that_cannot_begin_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

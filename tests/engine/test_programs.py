@@ -30,6 +30,7 @@ def evaluate(engine: PipelineEngine, length: int) -> None:
     np.testing.assert_allclose(engine.eval_batch(entries(0, length)), np.mean(losses), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_new_length_compiles_once_and_says_so(
     engine: PipelineEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -218,6 +218,7 @@ def test_clipping_by_the_norm_over_all_stages() -> None:
     np.testing.assert_allclose(found, weights - grads / norm, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_layers_report_and_keep() -> None:
     model = module(LayerSpec(Reporting), LayerSpec(nn.Dense, 1))
     engine = build(model, example_batch=entry())

@@ -294,6 +294,7 @@ def test_each_layer_sees_the_cotangent_of_the_steps_loss(
     assert error <= tolerance, f"{name} is wrong by {error:.2e} of its largest value"
 
 
+@pytest.mark.slow
 def test_a_step_in_which_nothing_weighs() -> None:
     def nothing(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         return 0 * masked_square(outputs, labels)[0], jnp.zeros(())
@@ -427,6 +428,7 @@ class TwoInputs(nn.Module):
         return jnp.mean(error if weight is None else error * weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_model_of_several_inputs_that_returns_its_loss(by_name: bool) -> None:
     model, (a, b) = TwoInputs(), entries(1, 2)[0]

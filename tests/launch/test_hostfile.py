@@ -97,6 +97,7 @@ def test_a_number_of_any_length(tmp_path: Path) -> None:
     assert str(read_hostfile(path)[0]) == "worker-0:0,1"
 
 
+@pytest.mark.slow
 def test_a_pipe_that_somebody_writes_to() -> None:
     """As a shell's `<(command)`."""
     command = ["sh", "-c", "sleep 0.5; echo worker-0 slots=2; sleep 0.5; echo worker-1 slots=1"]

@@ -192,6 +192,7 @@ def test_on_one_device_constraints_change_no_number(call: Callable[..., Any], tr
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_on_one_device_with_collections_and_collectives() -> None:
     model = _module(LayerSpec(_NNXBlock), _over_replicas, _own_shard_map)
     params, collections = model.init(KEY, X), model.init_collections(KEY, X)

@@ -295,7 +295,7 @@ def test_half_precision_is_what_is_asked_for() -> None:
     assert jax.eval_shape(module.apply, shapes, tokens).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", sweep(1, ["bfloat16", "float16"], rest=pytest.mark.slow))
 @pytest.mark.parametrize("family", ["llama", "experts", "gpt2", "bert"])
 def test_families_compute_in_the_dtype_of_their_parameters(family: str, dtype: str) -> None:
     if family in ("llama", "experts"):
@@ -347,6 +347,7 @@ def test_names_of_huggingface_go_both_ways(family: str, *, is_tied: bool) -> Non
     chex.assert_trees_all_equal(rename(theirs, names, like), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["fsdp", "sequence"])
 def test_parameters_are_made_on_a_topology_without_model(axis: str) -> None:
     topology = ProcessTopology(["pipe", "data", axis], [1, 1, 2])

@@ -302,6 +302,7 @@ def test_a_link_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert wanted in job.log(0)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_does_not_answer() -> None:
     port = free_port()
     with pytest.raises(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import sweep
 
 from jaxpipe.optim import (
     OneCycle,
@@ -49,7 +50,7 @@ OPTAX = sorted(
 )
 
 
-@pytest.mark.parametrize("name", OPTAX)
+@pytest.mark.parametrize("name", sweep(8, [*OPTAX], rest=pytest.mark.slow))
 def test_optax_optimizers_by_name(name: str) -> None:
     arguments = _arguments(name)
     actual, wanted = (

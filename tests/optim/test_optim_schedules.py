@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from _covering import sweep
 
 from jaxpipe.optim import (
     LRRangeTest,
@@ -81,7 +82,7 @@ def test_parameters_may_be_absent() -> None:
     assert make_schedule("LRRangeTest", None) == LRRangeTest()
 
 
-@pytest.mark.parametrize(("name", "params"), OPTAX)
+@pytest.mark.parametrize(("name", "params"), sweep(4, OPTAX, unpack=True, rest=pytest.mark.slow))
 def test_optax_schedules_by_name(name: str, params: dict[str, Any]) -> None:
     schedule = make_schedule(name, params)
     plain = dict(params)

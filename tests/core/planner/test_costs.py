@@ -204,6 +204,7 @@ def test_layers_split_over_a_model_axis_count_for_their_share() -> None:
     assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in costs.layers)
 
 
+@pytest.mark.slow
 def test_layers_that_all_stages_share_count_their_share_of_parameters() -> None:
     layers = [LayerSpec(VocabEmbed, 32, 8), *[LayerSpec(nn.Dense, 8)] * 2, LayerSpec(VocabHead, 32)]
     loss_fn, tokens = lambda y, t: vocab_cross_entropy(y, t, 32).mean(), np.zeros((2, 4), np.int32)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _covering import sweep
 from _models import ROWS
 from _on_stages import on_two_stages
 from _refusals import assert_refused
@@ -55,7 +56,7 @@ def oracle(
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", sweep(1, [jnp.float32, jnp.bfloat16], rest=pytest.mark.slow))
 def test_values_and_gradients_are_those_of_optax(name: str, dtype: Any) -> None:
     (logits, labels), options = inputs(dtype), OPTIONS[name]
     (found, weight), gradient = jax.value_and_grad(cross_entropy, has_aux=True)(
@@ -127,6 +128,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert np.isfinite(float(value))
 
 
+@pytest.mark.slow
 def test_split_logits_are_indexed_and_reshaped_along_leading_dims() -> None:
     logits, labels = inputs()
 

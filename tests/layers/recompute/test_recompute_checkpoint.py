@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import sweep
 from _refusals import assert_refused
 
 import jaxpipe
@@ -172,7 +173,7 @@ class _Method(nn.Module):
         return checkpoint(functools.partial(self.inner, scale=2.0), x)
 
 
-@pytest.mark.parametrize("cls", [_Compact, _Setup, _Method])
+@pytest.mark.parametrize("cls", sweep(1, [_Compact, _Setup, _Method], rest=pytest.mark.slow))
 def test_linen_modules_may_call_it(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     module = PipelineModule([LayerSpec(cls), jnp.tanh], num_stages=1)
     x, key = jnp.linspace(0.0, 1.0, 12).reshape(3, 4), jax.random.key(1)

@@ -841,6 +841,7 @@ def test_notebooks_show_it_and_compiling_asks_for_the_plugin() -> None:
         )
 
 
+@pytest.mark.slow
 def test_layers_whose_weights_are_not_trained_cost_less_than_alike_ones_that_are() -> None:
     """The head of the list is frozen.
 

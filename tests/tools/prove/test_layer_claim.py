@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _covering import sweep
 from _faults import squares
 
 from jaxpipe import LayerSpec, PipelineModule
@@ -91,7 +92,7 @@ MIXING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", sweep(3, [*MIXING], rest=pytest.mark.slow))
 def test_a_layer_that_mixes_samples_is_refused(name: str) -> None:
     last = (lambda x: x[0]) if name == "beside the samples" else lambda x: x.astype(float)
     (fault,), _ = found([DENSE, MIXING[name], last, DENSE])
@@ -150,7 +151,7 @@ ALONE: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", sweep(2, [*ALONE], rest=pytest.mark.slow))
 def test_layers_that_compute_each_sample_alone_hold(name: str) -> None:
     assert found([DENSE, *ALONE[name], DENSE])[0] == []
 
@@ -200,7 +201,7 @@ SUMS: dict[str, tuple[Any, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", sweep(2, [*SUMS], rest=pytest.mark.slow))
 def test_a_loss_that_does_not_add_up_is_refused(name: str) -> None:
     loss_fn, samples = SUMS[name]
     (fault,), _ = found([DENSE, DENSE], None, loss_fn, samples)
@@ -235,7 +236,7 @@ def test_outputs_that_do_not_change_with_the_samples_are_cut_by_their_first_dim(
     assert found([DENSE, last], None, masked) == ([], {})
 
 
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("name", sweep(2, [*MEANS], rest=pytest.mark.slow))
 def test_a_loss_that_adds_up_holds(name: str) -> None:
     loss_fn, samples = MEANS[name]
     assert found([DENSE, DENSE], None, loss_fn, samples) == ([], {})

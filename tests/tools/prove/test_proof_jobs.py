@@ -63,6 +63,7 @@ def test_the_number_of_microbatches_is_odd_and_no_power_of_two(given: int) -> No
     assert job.num_microbatches in (3, 5)
 
 
+@pytest.mark.slow
 def test_both_precisions_have_one_plan() -> None:
     job = job_of("tied", {"pipeline": {"schedule": "auto"}})
     assert job.finest.is_double

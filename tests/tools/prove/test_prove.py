@@ -61,7 +61,7 @@ def test_a_sound_job_is_proved() -> None:
     assert "proved" in found.badge()
 
 
-@pytest.mark.parametrize("fault", USER, ids=str)
+@pytest.mark.parametrize("fault", sweep(2, USER, rest=pytest.mark.slow), ids=str)
 def test_a_users_mistake_is_refused(fault: Fault) -> None:
     with fault.patch():
         found = proof_of(fault.model, fault.config, only=("layers",))
