@@ -110,7 +110,7 @@ def test_a_log_that_is_dropped_closes_its_monitors(tmp_path: Path) -> None:
 def test_what_waits_at_the_end_of_the_program_is_written() -> None:
     program = """
 import time, jax.numpy as jnp
-from jaxpipe.monitor import Event, MonitorLog
+from jaxpipe.engine.monitor import Event, MonitorLog
 class Prints:
     def __call__(self, events): time.sleep(0.1); print(events[0].value, flush=True)
     def close(self): print("closed", flush=True)
@@ -148,9 +148,9 @@ def test_a_store_has_everything_when_the_program_ends(tmp_path: Path, job: str) 
     program = f"""
 from _disk_store import DiskStore
 from jaxpipe.config import CSVMonitorSection, TensorBoardSection
-from jaxpipe.monitor import Event, MonitorLog
-from jaxpipe.monitor._csv import CSVMonitor
-from jaxpipe.monitor._tensorboard import TensorBoardMonitor
+from jaxpipe.engine.monitor import Event, MonitorLog
+from jaxpipe.engine.monitor._csv import CSVMonitor
+from jaxpipe.engine.monitor._tensorboard import TensorBoardMonitor
 url = "disk://{tmp_path}/runs{job}"
 log = MonitorLog([
     CSVMonitor(CSVMonitorSection(True, url, "job")),
