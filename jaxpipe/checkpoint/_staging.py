@@ -15,6 +15,7 @@ On a file system, Orbax works in the checkpoint's own folder.
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,15 +85,27 @@ def _as_plain_name(arrays: Path) -> Generator[Path]:
 def num_written(folder: Path, process_index: int) -> int:
     """Return how many chunks a process has written in the folder of `to_write`."""
     part = folder / f"{_PROCESS}{process_index}"
-    return _Tree(part).num_chunks if part.exists() else 0  # it may hold only copies of others'
+    return _Tree(part).num_chunks.total() if part.exists() else 0  # it may hold only others' copies
 
 
-def check_arrays(arrays: AnyPath, num_chunks: int) -> None:
-    """Open the arrays as a reader does; raise OSError unless they hold that many chunks."""
+def check_arrays(arrays: AnyPath, num_chunks: int, num_blocks: Mapping[str, int]) -> None:
+    """Open the arrays as a reader does; raise OSError unless they are whole.
+
+    Args:
+        arrays: The folder of the database.
+        num_chunks: How many chunks all processes have written.
+        num_blocks: Into how many blocks the devices divide each array. Replicas may share the
+            writing of a block, so that it is several chunks.
+    """
     # A folder that a library takes for another, or a wrong listing, shows only here.
     found = _Tree(arrays).num_chunks
-    if found != num_chunks:
-        raise OSError(f"{arrays} holds {found} of the {num_chunks} chunks that were written")
+    if found.total() != num_chunks:
+        text = f"{arrays} holds {found.total()} of the {num_chunks} chunks that were written"
+        raise OSError(text)
+    # Orbax was once seen to return from a save that had left out blocks of one array.
+    for name, wanted in num_blocks.items():
+        if not found[name] or found[name] % wanted:
+            raise OSError(f"{arrays} holds {found[name]} of the {wanted} blocks of {name}")
 
 
 def _files(folder: Path) -> list[str]:
@@ -140,7 +153,7 @@ class _Tree:
 
     def __init__(self, path: AnyPath) -> None:
         # Chunks of arrays, without their metadata.
-        self.num_chunks = 0
+        self.num_chunks = Counter[str]()
         self._path = path
         self._values: dict[str, list[_Range]] = {}
         files = [each for each in path.iterdir() if not each.is_dir()]
@@ -180,7 +193,8 @@ class _Tree:
                 for entry in node["entries"]
             ]
             for entry in entries:
-                self.num_chunks += "key" in entry and not entry["key"].endswith(_METADATA)
+                if "key" in entry and not entry["key"].endswith(_METADATA):
+                    self.num_chunks[_array_of(entry["key"].decode())] += 1
                 for part in _locations(entry.get("indirect_value")).values():
                     name = _array_of(entry["key"].decode())
                     self._values.setdefault(name, []).append(part)

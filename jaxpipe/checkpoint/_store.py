@@ -8,6 +8,7 @@ jaxpipe's imports, and it adds a handler to the root logger, after which a progr
 import functools
 import hashlib
 import logging
+import math
 import os
 import sys
 import traceback
@@ -54,14 +55,16 @@ def write_arrays(path: AnyPath, arrays: Mapping[str, jax.Array]) -> int:
         return num_written(folder, jax.process_index())
 
 
-def finish_arrays(path: AnyPath, num_chunks: int) -> None:
+def finish_arrays(path: AnyPath, arrays: Mapping[str, jax.Array], num_chunks: int) -> None:
     """Make the arrays readable once all processes have written; only one process calls this.
 
-    Raises OSError unless a reader finds the chunks that all processes have written.
+    Raises OSError unless a reader finds the chunks that all processes have written, and each
+    block of each array.
     """
     with to_finish(path) as folder:
         _writer().finalize(_orbax_path(folder))
-    check_arrays(path, num_chunks)
+    blocks = {name: math.prod(grid_of(array)) for name, array in arrays.items() if array.size}
+    check_arrays(path, num_chunks, blocks)
 
 
 def _orbax_path(path: Path) -> Any:

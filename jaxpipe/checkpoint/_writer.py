@@ -337,7 +337,7 @@ def _write(job: _Job) -> None:
 def _commit(job: _Job, lock: Lock) -> None:
     """Combine what all processes wrote, and commit."""
     reports = collect(job.data, lock.check)
-    finish_arrays(job.data / ARRAYS, sum(each.num_chunks for each in reports))
+    finish_arrays(job.data / ARRAYS, job.arrays, sum(each.num_chunks for each in reports))
     content = dump_index(_index(job, [each.sha256 for each in reports]))
     # A commit names only data that is on disk. The order is: the arrays, the index with their
     # hashes, the folders' entries, and last, in `commit`, one small file. Before that file is

@@ -17,8 +17,8 @@ assert logging.root.handlers == []
 import jax.numpy as jnp
 from pathlib import Path
 from jaxpipe.checkpoint._store import finish_arrays, write_arrays
-num_chunks = write_arrays(Path(sys.argv[1]), {"x": jnp.ones(3)})
-finish_arrays(Path(sys.argv[1]), num_chunks)
+arrays = {"x": jnp.ones(3)}
+finish_arrays(Path(sys.argv[1]), arrays, write_arrays(Path(sys.argv[1]), arrays))
 assert "orbax.checkpoint" in sys.modules
 """
 

@@ -36,6 +36,8 @@ from _layouts import Layout, all_leaves, assert_same, shared_engine
 from _one_run import Run, assert_holds, make_run
 from _save_to_store import STEPS, make
 from _train_and_save import KEEP_LAST, saves
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe import checkpoint
@@ -724,10 +726,21 @@ def test_a_wrong_listing_commits_nothing(
 def test_the_parts_of_all_processes_are_committed_or_nothing(disk: str, tmp_path: Path) -> None:
     """Storage may show fewer of them than were written."""
     for path in (store(disk), tmp_path):
-        num_chunks = write_arrays(path, {"a": jax.numpy.ones((2, 3)), "b": jax.numpy.zeros(())})
+        arrays = {"a": jax.numpy.ones((2, 3)), "b": jax.numpy.zeros(())}
+        num_chunks = write_arrays(path, arrays)
         with pytest.raises(OSError, match="holds 2 of the 3 chunks that were written"):
-            finish_arrays(path, num_chunks + 1)
-        finish_arrays(path, num_chunks)
+            finish_arrays(path, arrays, num_chunks + 1)
+        finish_arrays(path, arrays, num_chunks)
+
+
+def test_a_block_that_was_not_written_is_missed(disk: str, tmp_path: Path) -> None:
+    """A library may return from a save and have left out blocks."""
+    halves = NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), P("x"))
+    divided = {"a": jax.device_put(np.ones((2, 3)), halves), "b": jax.numpy.zeros(())}
+    for path in (store(disk), tmp_path):
+        num_chunks = write_arrays(path, {**divided, "a": jax.numpy.ones((2, 3))})
+        with pytest.raises(OSError, match="holds 1 of the 2 blocks of a"):
+            finish_arrays(path, divided, num_chunks)
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
