@@ -1,6 +1,7 @@
 """Kinds of model, schedules and features whose steps TPUs' compiler takes.
 
-The cheapest of those of the benchmark that differ most; all of them are in `benchmarks/RESULTS.md`.
+The cheapest of those of the benchmark that differ most; all of them are in
+`benchmarks/archive/tpu_programs.md`.
 """
 
 import importlib.util

@@ -133,7 +133,7 @@ def test_memory_is_that_of_the_pipeline(
 def test_large_jobs_are_within_bounds_of_their_compiled_programs_and_counted_in_seconds(
     name: str, total_gb: float, step_ms: float
 ) -> None:
-    """Figures of `benchmarks.gpu_program`, compiled for H200s: see benchmarks/RESULTS.md."""
+    """Figures of `benchmarks.gpu_program`, compiled for H200s, see `benchmarks/archive`."""
     start = time.process_time()
     job = dataclasses.replace(JOBS[name], attention="auto")
     with jax.numpy_rank_promotion("allow"):  # the model's norm
