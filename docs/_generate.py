@@ -30,6 +30,19 @@ def _joined_spans(text: str) -> str:
     return re.sub(r"(?<!`)`[^`]+`(?!`)", lambda span: " ".join(span[0].split()), text)
 
 
+def write_llms(app: Sphinx) -> None:
+    """Write `llms.txt`: what the project is, and every page as plain text, for language models."""
+    pages = [
+        f"- [{title.astext()}](_sources/{app.env.doc2path(page, base=False)}.txt)"
+        for page, title in sorted(app.env.titles.items())
+    ]
+    about = (
+        "Pipeline parallelism for JAX and Flax, with DeepSpeed's names and one device's numbers."
+    )
+    text = "\n".join([f"# {app.config.project}", "", f"> {about}", "", "## Pages", "", *pages, ""])
+    Path(app.outdir, "llms.txt").write_text(text, encoding="utf-8")
+
+
 def write_schedules(folder: Path, num_microbatches: int = 8, num_stages: int = 4) -> None:
     """Write what each schedule is, with its picture and its figures, beside one another.
 

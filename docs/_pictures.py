@@ -27,6 +27,18 @@ def write_pictures(folder: Path) -> None:
     (folder / "memory.svg").write_text(_memory(num_microbatches=16, num_stages=4), encoding="utf-8")
 
 
+def step_alone() -> str:
+    """The picture of a step as a file of its own, `_static/step.svg`, for the README.
+
+    Its lines follow the reader's choice of light or dark.
+    """
+    style = (
+        "<style>svg{color:#1f2328} @media (prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
+    )
+    picture = _step(num_microbatches=6, num_stages=4)
+    return picture.replace(">\n", f">\n{style}\n", 1)
+
+
 def _step(num_microbatches: int, num_stages: int) -> str:
     """A step of 1F1B, with the names of its parts."""
     slices = draw("1f1b", num_microbatches, num_stages).slices

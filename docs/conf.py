@@ -62,8 +62,10 @@ _pictures.write_pictures(HERE / "_build")
 _generate.write_plan(HERE / "_build" / "whole_pages")
 
 
-def check_rendered(app: Sphinx, error: Exception | None) -> None:
-    """Fail if a page that was built shows markup, or a picture cuts a text off."""
+def finish(app: Sphinx, error: Exception | None) -> None:
+    """Write `llms.txt`; fail if a page shows markup, or a picture cuts a text off."""
+    if not error:
+        _generate.write_llms(app)
     found = [] if error else _rendered.faults_of_site(Path(app.outdir))
     if found:
         raise ExtensionError("\n".join(["pages are not as they should be:", *found]))
@@ -76,4 +78,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", _generate.mark_code, priority=100)
     app.connect("autodoc-process-signature", _generate.hide_arguments)
     app.connect("missing-reference", _generate.find_in_package)
-    app.connect("build-finished", check_rendered)
+    app.connect("build-finished", finish)

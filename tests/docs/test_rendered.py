@@ -9,7 +9,7 @@ import pytest
 import jaxpipe
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
-from _pictures import write_pictures  # noqa: E402
+from _pictures import step_alone, write_pictures  # noqa: E402
 from _rendered import faults, faults_of_site  # noqa: E402
 
 PICTURE = '<svg viewBox="0 0 100 20" font-size="11"><text x="{}" y="12"{}>stage 0</text></svg>'
@@ -38,3 +38,8 @@ def test_pictures_hold_their_texts(tmp_path: Path) -> None:
     picture = jaxpipe.schedules.draw("zero-bubble", 8, 4)
     picture.save(tmp_path / "zero-bubble.svg")
     assert faults_of_site(tmp_path) == []
+
+
+def test_the_readmes_picture_is_that_of_the_package() -> None:
+    picture = Path(__file__).parents[2] / "docs" / "_static" / "step.svg"
+    assert picture.read_text(encoding="utf-8") == step_alone()
