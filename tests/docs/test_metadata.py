@@ -30,6 +30,6 @@ def test_authors() -> None:
 
 
 def test_the_changelog_is_linked_where_readers_look() -> None:
-    assert "](jaxpipe/CHANGELOG.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](CHANGELOG.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert "](changelog.md)" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert "../jaxpipe/CHANGELOG.md" in (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
+    assert "../CHANGELOG.md" in (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
