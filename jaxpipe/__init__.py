@@ -31,7 +31,7 @@ Main entry points:
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The stub names everything once, for type checkers and for this call. JAX is imported with the
 # first name that needs it, so that `jaxpipe --help` and `jaxpipe.config` answer at once.
