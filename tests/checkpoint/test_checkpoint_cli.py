@@ -48,7 +48,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_process_verifies_what_lies_where_it_runs(root: Path) -> None:
     done = run(saved(root) / "global_step1", "verify", ".")
     assert re.fullmatch(

@@ -132,7 +132,7 @@ def test_what_is_written_is_read_by_an_engine_of_other_stages(
     jax.tree.map(np.testing.assert_array_equal, engine.module_state_dict(), params)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_shards_in_half_precision_over_an_earlier_folder(runs: Runs, tmp_path: Path) -> None:
     path, params = runs["tied"]
     config = config_of(tied=True)

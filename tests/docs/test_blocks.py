@@ -34,7 +34,7 @@ def needs(block: str) -> set[str]:
 
 LONG = {
     *("before_and_while_it_runs", "bring_your_model", "data", "gpu_tuning"),
-    *("preference_tuning", "recipes", "training"),
+    *("models_and_weights", "preference_tuning", "recipes", "training"),
 }
 """Pages of many compiled steps."""
 PROGRAMS = [page for page in PAGES if blocks(page, "python")]

@@ -102,12 +102,12 @@ def sizes(replicas: int) -> dict[str, Any]:
     [
         (dense, 2, 2, {"zero_optimization": {"stage": 1}}),
         pytest.param(
-            language, 2, 1, {"pipeline": {"split_vocabulary": True}}, marks=pytest.mark.slow
+            language, 2, 1, {"pipeline": {"split_vocabulary": True}}, marks=pytest.mark.soak
         ),
         pytest.param(dense, 1, 1, {}, marks=pytest.mark.soak),
         pytest.param(dense, 2, 2, {"zero_optimization": {"stage": 3}}, marks=pytest.mark.soak),
-        pytest.param(frozen, 2, 1, {}, marks=pytest.mark.slow),
-        pytest.param(adapted, 2, 1, {}, marks=pytest.mark.slow),
+        pytest.param(frozen, 2, 1, {}, marks=pytest.mark.soak),
+        pytest.param(adapted, 2, 1, {}, marks=pytest.mark.soak),
     ],
 )
 def test_it_has_the_losses_of_the_loop(

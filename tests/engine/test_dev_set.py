@@ -253,7 +253,7 @@ SPLIT = {"pipeline": {"split_vocabulary": True}}
         (2, 2, SPLIT),
         pytest.param(2, 1, {}, marks=pytest.mark.soak),
         pytest.param(1, 2, {}, marks=pytest.mark.soak),
-        pytest.param(2, 2, {**SPLIT, "zero_optimization": {"stage": 3}}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {**SPLIT, "zero_optimization": {"stage": 3}}, marks=pytest.mark.soak),
     ],
 )
 def test_log_probabilities(stages: int, data: int, settings: Any) -> None:

@@ -113,7 +113,7 @@ def without(run: Callable[[Path], dict[str, float]], folder: Path) -> dict[str, 
     "run",
     [
         steps,
-        pytest.param(loader_calls, marks=pytest.mark.slow),
+        pytest.param(loader_calls, marks=pytest.mark.soak),
         *(pytest.param(run, marks=pytest.mark.soak) for run in (calls, tools)),
     ],
 )

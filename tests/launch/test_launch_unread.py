@@ -44,7 +44,7 @@ def _wait_until_blocked(here: Path) -> None:
     wait_until(is_blocked)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("how", sweep(1, ["TERM", "death", "INT", "HUP"]))
 def test_nobody_reads_and_the_job_ends(here: Path, how: str) -> None:
     program = script(here.parent, PROGRAM)

@@ -200,7 +200,7 @@ def with_extra_layer(model: Any) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["v3", "no_latent_of_queries"])
+@pytest.mark.parametrize("case", sweep(1, ["v3", "no_latent_of_queries"]))
 def test_the_layer_for_one_more_token_is_theirs(case: str) -> None:
     model, config = make(case)
     extra, own = with_extra_layer(model)

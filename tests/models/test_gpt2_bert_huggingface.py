@@ -125,7 +125,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["GPT2:LMHeadModel", "Bert:ForMaskedLM"])
+@pytest.mark.parametrize("family", sweep(1, ["GPT2:LMHeadModel", "Bert:ForMaskedLM"]))
 def test_a_step_through_four_stages_of_two_replicas_is_theirs(family: str) -> None:
     model, values = make(family, **(GPT2 if "GPT2" in family else BERT))
     if "GPT2" in family:

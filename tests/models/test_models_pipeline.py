@@ -240,6 +240,7 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "case",
     sweep(0, ["every", "gemma", "llama4", "gpt_oss", "gemma_untied", "unrotated"]),

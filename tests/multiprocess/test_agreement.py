@@ -51,7 +51,7 @@ def test_replicas_of_one_process_that_differ_are_told(tmp_path: Path) -> None:
     assert sorted(jaxpipe.checkpoint.committed_tags(tmp_path / "a")) == ["global_step1"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_later_batches_that_differ_within_a_replica(tmp_path: Path) -> None:
     """Each is told, and training goes on after it."""
     told = [["error", "train_other_samples", step] for step in range(1, 20)]

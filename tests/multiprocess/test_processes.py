@@ -135,7 +135,7 @@ def test_checkpoints_of_any_number_of_processes(tmp_path: Path) -> None:
     assert set(jaxpipe.checkpoint.committed_tags(tmp_path / "first")) == {"global_step3"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_checkpoints_on_a_store(tmp_path: Path) -> None:
     """Written by two processes, in the background too, and opened by one and by four.
 
@@ -239,7 +239,7 @@ def test_one_process_s_mistake_is_every_process_s_error(tmp_path: Path) -> None:
     assert not (tmp_path / "tags").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_saving_beside_training(tmp_path: Path) -> None:
     path, layout = str(tmp_path / "kept"), {"stages": 2, "data": 1}
     results = run_job(tmp_path / "a", 2, 1, layout, [["save_often", path], ["train", 6, 8]])

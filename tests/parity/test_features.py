@@ -199,7 +199,7 @@ def test_collections_reports_and_weighted_losses(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "case",
     sweep(

@@ -169,7 +169,7 @@ def test_it_begins_as_the_base_and_merges_into_it(name: str) -> None:
                 optimizer=ADAM,
                 settings={"zero_stage": 1},
             ),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.soak,
         ),
         *[
             pytest.param(

@@ -69,7 +69,7 @@ def test_marked_layers_in_other_schedules(schedule: str, interval: int) -> None:
     check(Case(model="marked", stages=2, interval=interval, schedule=schedule))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "case",
     sweep(

@@ -13,6 +13,7 @@ ADAM, LAMB = optax.adam(1e-2, eps=1e-2), optax.lamb(1e-2, eps=1e-2)
 ZERO, CLIP, FSDP = {"zero_stage": 1}, {"gradient_clipping": 0.1}, (("fsdp", 2),)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("case", "trainable"),
     sweep(

@@ -118,6 +118,7 @@ def is_valid(chosen: Chosen) -> bool:
     return fits(case)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "case",
     sweep(0, [to_case(chosen) for chosen in covering(FACTORS, is_valid, strength=1)]),

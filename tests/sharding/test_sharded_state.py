@@ -153,7 +153,7 @@ def test_zero_divides_the_shares_over_the_replicas(name: str) -> None:
     assert (used[1] <= used[0] / 2 * STATE_BYTES + 512).all()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_collections_are_sharded_as_they_say() -> None:
     case = Sharded(annotated="stats", data=2, optimizer=ADAM)
     pipeline = case.pipeline()

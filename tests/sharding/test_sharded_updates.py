@@ -66,6 +66,7 @@ def check(case: Sharded) -> None:
         assert_close(pipeline.states.collections_tree(state.collections), held)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "case",
     sweep(
@@ -160,7 +161,7 @@ def test_three_steps(case: Sharded) -> None:
     ),
     ids=str,
 )
-@pytest.mark.slow
+@pytest.mark.soak
 def test_evaluation_and_prediction_after_a_step(case: Sharded) -> None:
     pipeline, batch = case.pipeline(), case.batch(seed=7)
     state, _ = pipeline.step(pipeline.init(), case.batch())

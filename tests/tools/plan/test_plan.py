@@ -413,7 +413,7 @@ def test_communicators_and_another_memory_change_what_fits() -> None:
     assert alone.limit_bytes == pytest.approx(usable)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("given", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_an_axis_of_the_model_is_tried_whatever_the_example_holds(given: int) -> None:
     """That weights are not split by it says the advice that follows."""

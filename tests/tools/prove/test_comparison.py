@@ -75,7 +75,7 @@ def dense(**changes: Any) -> dict[str, Any]:
     return {"model": model, "config": config, "example_batch": (x, x), **changes}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_example_of_zeros_is_refused() -> None:
     zeros = np.zeros((8, 8), np.float32)
     found = prove(**dense(example_batch=(zeros, zeros)), only=("numbers",))

@@ -156,7 +156,7 @@ def test_layers_that_compute_each_sample_alone_hold(name: str) -> None:
     assert found([DENSE, *ALONE[name], DENSE])[0] == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_layers_that_cannot_compute_in_float64_are_checked_in_their_own_dtypes() -> None:
     cell = nn.RNN(nn.GRUCell(DIM))  # its carry is in float32
     example = np.ones((8, 3, DIM), np.float32), np.ones((8, 3, DIM), np.float32)

@@ -155,7 +155,7 @@ def odd_tokens(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arr
     return token_losses(logits, jnp.where(labels % 2 == 1, labels, -100))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_backward_that_clips_is_proved_where_microbatches_have_weights() -> None:
     job = language_model(odd_tokens, clipped)
     assert prove(job[0], {**job[1], "pipeline": {}}, job[2], only=("numbers", "weights")).holds

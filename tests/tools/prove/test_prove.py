@@ -74,7 +74,7 @@ def test_a_users_mistake_is_refused(fault: Fault) -> None:
     [
         pytest.param(
             fault,
-            marks=pytest.mark.slow if fault.name == SAMPLE else pytest.mark.soak,
+            marks=pytest.mark.soak if fault.name == SAMPLE else pytest.mark.soak,
             id=str(fault),
         )
         for fault in OF_EXECUTOR
