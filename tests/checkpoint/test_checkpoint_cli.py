@@ -99,6 +99,7 @@ def test_verify_names_the_damage(
     )
 
 
+@pytest.mark.slow
 def test_export_lists_what_it_wrote(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

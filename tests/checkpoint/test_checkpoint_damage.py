@@ -153,6 +153,7 @@ def damaged(content: bytes, damage: str) -> bytes | None:
     return flip(content, {"first": 0, "inside": third, "last": len(content) - 1}[damage])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage", sweep(1, ["missing", "empty", "half", "middle", "first", "inside", "last"])
 )

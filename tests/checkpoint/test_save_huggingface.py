@@ -208,6 +208,7 @@ MISTAKES: list[tuple[type[Exception], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_mistakes_write_nothing(runs: Runs, tmp_path: Path) -> None:
     names, untied = llama_names(config_of(tied=True)), llama_names(config_of(tied=False))
     mistakes: list[tuple[type[Exception], dict[str, Any], str]] = [

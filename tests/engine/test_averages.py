@@ -41,6 +41,7 @@ def train(engine: PipelineEngine, *, warms_up: bool = True) -> Any:
     return average
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "data", "settings"),
     [

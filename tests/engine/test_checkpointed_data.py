@@ -183,6 +183,7 @@ def test_an_iterator_that_is_set(engine: PipelineEngine, tmp_path: Path) -> None
     assert losses(engine, first) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls torch so
 @pytest.mark.parametrize("is_endless", sweep(1, [False, True]))
 @pytest.mark.parametrize("name", sweep(3, [*LOADERS], rest=pytest.mark.slow))

@@ -133,6 +133,7 @@ def test_a_rate_that_was_set_is_kept(root: Path) -> None:
         assert run.engine.get_lr() == run.late.rates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "config", "scale"),
     sweep(

@@ -152,6 +152,7 @@ FIRST = ("whole", "marked")
 ONE_PROGRAM = ("marked", "llama", "gpt2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(1, sorted(LAYERS, key=FIRST.__contains__, reverse=True)))
 def test_padding_changes_no_token(name: str) -> None:
     """Nor do tokens that the model does not have, beside the texts and after their end."""

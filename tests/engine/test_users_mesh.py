@@ -108,6 +108,7 @@ def without(run: Callable[[Path], dict[str, float]], folder: Path) -> dict[str, 
     return run(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(1, list(MESHES)))
 @pytest.mark.parametrize(
     "run",

@@ -75,6 +75,7 @@ IS_ENDED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("me", sweep(1, [1, 0]))
 @pytest.mark.parametrize(
     ("cause", "consequence", "code", "error"),
@@ -383,6 +384,7 @@ def test_more_processes_than_the_soft_limit_of_files_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_restarts(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = """
 attempt = os.environ["JAXPIPE_RESTART"]

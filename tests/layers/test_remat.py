@@ -92,6 +92,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", sweep(1, [2, 1, 5]))
 @pytest.mark.parametrize("name", sweep(1, [*FUNCTIONS]))
 def test_groups_change_no_gradient(plain: tuple[Any, Any, int], name: str, interval: int) -> None:

@@ -125,6 +125,7 @@ def applied(config: ExpertsConfig, params: Any, x: jax.Array) -> Any:
     )(params, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", sweep(1, ["deepseek", "crowded", *LATER]))
 def test_all_gradients_are_those_of_a_loop_over_tokens(router: str) -> None:
     config = make_config(router)

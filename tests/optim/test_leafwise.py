@@ -68,6 +68,7 @@ COUPLING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(1, [*LEAFWISE]))
 def test_leafwise_optimisers_do_what_they_do_unpipelined(name: str) -> None:
     optimizer = LEAFWISE[name]

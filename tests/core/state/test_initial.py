@@ -230,6 +230,7 @@ class Mixed(nn.Module):
         return x * self.param("scale", start).reshape(1, SIZE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "fault"),
     [

@@ -151,6 +151,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", sweep(1, ["each layer", *(name for name in CASES if name != "each layer")])
 )

@@ -246,6 +246,7 @@ def kept_pairs(dropout_rate: float, **given: Any) -> Any:
     return jnp.swapaxes(out != 0, 1, 2) / (1 - dropout_rate)
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_in_the_backward() -> None:
     rate, key = 0.3, jax.random.key(3)
     q, k, v, grad = inputs()

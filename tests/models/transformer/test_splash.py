@@ -26,6 +26,7 @@ def arrays(queries: int, keys: int, heads: tuple[int, int], width: int = 64) -> 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "causal", "window", "has_segments"),
     sweep(

@@ -884,6 +884,7 @@ def test_weights_are_gathered_when_the_pipeline_gathers_them(schedule: str, chun
     assert weights == sorted(weights, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [0, 1])
 def test_residuals_are_those_of_the_pipeline(interval: int) -> None:
     settings, module = (

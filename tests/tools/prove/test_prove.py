@@ -152,6 +152,7 @@ def wrong():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "status"), sweep(1, [("wrong", 1), ("steps", 0)], unpack=True))
 def test_a_pipeline_written_by_hand(
     name: str,
