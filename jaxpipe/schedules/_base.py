@@ -65,6 +65,10 @@ class PipeSchedule(ABC):
     is_auto_candidate: ClassVar[bool] = True
     """Whether `"auto"` considers the schedule, once it has a name."""
 
+    is_last_resort: ClassVar[bool] = False
+    """Whether `"auto"` takes the schedule only if no other fits: compiled, it is slower than its
+    formula says."""
+
     is_steady: ClassVar[bool] = True
     """Whether each additional group of S microbatches adds the same ticks and needs no more memory.
 

@@ -16,6 +16,7 @@ class FoldedTimetable(TimetableSchedule):
     """
 
     num_chunks: ClassVar[int] = 2
+    is_last_resort: ClassVar[bool] = True
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
         """`s` for the first chunk, `2S - 1 - s` for the second."""

@@ -133,11 +133,18 @@ def _of_method(job: Job, space: SearchSpace) -> list[Forecast]:
 
 def ranked(found: Sequence[Forecast]) -> list[Forecast]:
     """Sort candidates, the best first; they must be given in order of simplicity."""
-    by_step = sorted(found, key=lambda one: (not one.fits, one.step_s))
-    if by_step[0].fits:
+
+    def rank(one: Forecast) -> tuple[bool, bool]:
+        return not one.fits, schedule_names()[one.schedule].is_last_resort
+
+    by_step = sorted(found, key=lambda one: (rank(one), one.step_s))
+    first = by_step[0]
+    if first.fits:
         # The simplest within `CLEAR_GAIN` of the shortest step.
         best = next(
-            one for one in found if one.fits and one.step_s <= by_step[0].step_s * (1 + CLEAR_GAIN)
+            one
+            for one in found
+            if rank(one) == rank(first) and one.step_s <= first.step_s * (1 + CLEAR_GAIN)
         )
     else:
         # Nothing fits: the smallest is the nearest to something that would.

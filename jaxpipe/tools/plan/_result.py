@@ -51,9 +51,9 @@ class StepPlan:
         microbatch_size: Samples per microbatch on one replica.
         num_params: Parameters of the model.
         candidates: All candidates, the best first. The others are sorted by step time, those that
-            fit before those that do not.
-        best: The simplest candidate within 1 % of the shortest step that fits; None if nothing
-            fits.
+            fit before those that do not, and schedules that are a last resort after the others.
+        best: The simplest candidate within 1 % of the shortest step that fits, a last resort only
+            if no other fits; None if nothing fits.
         alternatives: The best candidate for each of several other settings, the cheapest change
             first. Empty if `plan` was called with `alternatives=False`.
         advice: Which candidates do not fit, and the first change that makes one fit. Empty if all

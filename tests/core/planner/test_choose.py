@@ -253,12 +253,18 @@ def one(name: str, step_s: float, num_bytes: float = 1.0, *, fits: bool = True) 
 
 @pytest.mark.slow
 def test_the_simplest_of_about_equal_ones_is_first() -> None:
-    some = [one("a", 1.005), one("b", 1.0), one("c", 0.9, fits=False), one("d", 1.2)]
-    assert [each.schedule for each in ranked(some)] == ["a", "b", "d", "c"]
-    some[0] = dataclasses.replace(some[0], step_s=1.02)
-    assert [each.schedule for each in ranked(some)] == ["b", "a", "d", "c"]
-    none = [one("a", 1.0, 3.0, fits=False), one("b", 2.0, 2.0, fits=False)]
-    assert [each.schedule for each in ranked(none)] == ["b", "a"]
+    def order(*some: Forecast) -> list[str]:
+        return [each.schedule for each in ranked(some)]
+
+    others = one("interleaved", 1.0), one("zero-bubble", 0.9, fits=False), one("gpipe", 1.2)
+    assert order(one("1f1b", 1.005), *others) == ["1f1b", "interleaved", "gpipe", "zero-bubble"]
+    assert order(one("1f1b", 1.02), *others) == ["interleaved", "1f1b", "gpipe", "zero-bubble"]
+    none = one("1f1b", 1.0, 3.0, fits=False), one("interleaved", 2.0, 2.0, fits=False)
+    assert order(*none) == ["interleaved", "1f1b"]
+    # A V schedule is slower than its forecast.
+    v = one("1f1b-v", 0.5), one("zero-bubble-v", 0.4)
+    assert order(*v, *others) == ["interleaved", "gpipe", "zero-bubble-v", "1f1b-v", "zero-bubble"]
+    assert order(*v, *none) == ["zero-bubble-v", "1f1b-v", "1f1b", "interleaved"]
 
 
 @pytest.mark.slow
