@@ -2,12 +2,12 @@
 
 import jax
 import pytest
+from _covering import sweep
 from _faults import MORE
 from _sound_jobs import JOBS
 
 from jaxpipe.tools.prove import Proof, prove
 
-IN_SLOW = ("bfloat16 and clipping",)
 NOT_DOUBLE = ("recurrent layers",)
 """The carry of Flax's cells is in float32, or what they are told."""
 
@@ -29,12 +29,9 @@ def ratios(found: Proof, name: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.soak if name in IN_SLOW else pytest.mark.soak, id=name)
-        for name in JOBS
-    ],
+    "name", sweep(1, sorted(JOBS, key=lambda name: name != "bfloat16 and clipping")), ids=str
 )
 def test_a_sound_job_is_proved(name: str) -> None:
     with jax.numpy_rank_promotion("allow"):  # as for users
