@@ -40,7 +40,6 @@ class Run:
 
     Attributes:
         chunks: Virtual stages of a device.
-        model: Devices that divide a layer.
         data: Replicas.
         zero: The stage of ZeRO; 3 is FSDP.
         recompute: Whether each layer is recomputed.
@@ -65,7 +64,6 @@ class Run:
     stages: int
     chunks: int
     schedule: str
-    model: int
     data: int
     zero: int
     micro: int
@@ -140,10 +138,9 @@ class Run:
 
     def plan(self, assume: str) -> Forecast:
         """Forecast the step of the same job."""
-        names, sizes = ["pipe", "data", "model"], [self.stages, self.data, self.model]
         model = jaxpipe.PipelineModule(
             self.specs(),
-            topology=jaxpipe.topology.ProcessTopology(names, sizes),
+            topology=jaxpipe.PipeDataParallelTopology(num_pp=self.stages, num_dp=self.data),
             loss_fn=jaxpipe.losses.cross_entropy,
             activation_checkpoint_interval=self.recompute,
         )

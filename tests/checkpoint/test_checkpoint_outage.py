@@ -53,6 +53,7 @@ def save(run: Run, path: Path, tag: str) -> None:
     run.engine.wait_for_checkpoint()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("background", "number", "moments"),
     sweep(

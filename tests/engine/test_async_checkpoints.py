@@ -30,6 +30,7 @@ def train(engine: PipelineEngine, loader: RepeatingLoader[Any], steps: int = 4) 
     return [float(loss) for loss in [engine.train_batch(loader) for _ in range(steps)]]
 
 
+@pytest.mark.slow
 def test_training_goes_on_at_once(engine: PipelineEngine, tmp_path: Path) -> None:
     loader = RepeatingLoader(ENTRIES)
     train(engine, loader, 1)

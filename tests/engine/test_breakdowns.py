@@ -97,6 +97,7 @@ def test_long_saves_and_loads_show_that_they_go_on(
     assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.slow
 def test_a_profile_in_a_file(tmp_path: Path) -> None:
     lines: list[str] = []
     path = tmp_path / "profile.txt"

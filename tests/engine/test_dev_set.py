@@ -150,6 +150,7 @@ def test_metrics_that_are_no_means_over_samples() -> None:
     assert_refused(PipelineError, "a metric of", engine.evaluate, [entry(), entry(1, samples=1)])
 
 
+@pytest.mark.slow
 def test_small_losses_that_compare_samples() -> None:
     engine = build(module(stages=1, loss_fn=lambda y, t: 1e-6 * centred_loss(y, t)))
     assert_refused(PipelineError, "a loss of", engine.evaluate, [entry(), entry(1, samples=1)])

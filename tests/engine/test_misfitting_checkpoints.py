@@ -100,6 +100,7 @@ def test_what_fits_in_an_engine_that_has_no_state_yet(adam: Run) -> None:
     assert_same(leaves(engine), adam.late.leaves, leaves(engine))
 
 
+@pytest.mark.slow
 def test_given_parameters_stay_where_nothing_fits(adam: Run) -> None:
     given = dense(3, 2, stages=1).init(jax.random.key(9), np.ones((2, FEATURES), np.float32))
     engine = build(dense(3, 2), model_parameters=given)

@@ -244,6 +244,7 @@ for name in ("ours", "again", "theirs"):
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.slow
 def test_comet_as_the_section_says(monkeypatch: pytest.MonkeyPatch) -> None:
     comet_ml = pytest.importorskip("comet_ml")
     started: list[dict[str, Any]] = []

@@ -43,6 +43,7 @@ def words(paths: set[str]) -> set[str]:
     return {word for path in paths for part in path.split("/") for word in part.split(",")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cuts", "pipeline", "more"),
     sweep(

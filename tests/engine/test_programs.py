@@ -131,6 +131,7 @@ def test_many_shapes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_training_goes_on_over_lengths() -> None:
     engine = build()
     engine.predict(entry(0, 3)[0])

@@ -82,6 +82,7 @@ def engine(
     return saved[0]
 
 
+@pytest.mark.slow
 def test_saved_and_loaded(engine: UnpipelinedEngine, saved: Any, folder: Path) -> None:
     _, held, counted, losses = saved
     assert_same(leaves(engine), held)

@@ -121,6 +121,7 @@ def test_logits(case: str) -> None:
     np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sweep(1, ["v3", "tied", "no_latent_of_queries", "v2"]))
 def test_what_is_written_opens_in_transformers_as_it_was(case: str, tmp_path: Path) -> None:
     model, config = make(case)

@@ -330,6 +330,7 @@ def test_a_port_that_is_in_use() -> None:
             jaxpipe.init_distributed(coordinator_address=address, num_processes=2, process_id=0)
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_make_up_the_mesh(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, 1).start([], {"stages": 4, "data": 1})
     codes = [process.wait(120) for process in job.processes]

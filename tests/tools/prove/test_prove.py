@@ -101,6 +101,7 @@ def job():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "status"), sweep(0, [("sum", 1), ("mean", 0)], unpack=True))
 def test_the_command(
     loss: str,
