@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 14px/1.45 system-ui, sans-serif; color: CanvasText; background: Canvas; }
-body { margin: 1.5em auto; max-width: 1120px; padding: 0 1em; }
+body { margin: 1.5em auto; max-width: 1240px; padding: 0 1em; }
 table { border-collapse: collapse; font-size: 13px; }
-th, td { padding: .2em .6em; vertical-align: top; }
+th, td { padding: .2em .4em; vertical-align: top; }
 th { border-bottom: 1px solid #999; } tr:nth-child(even) td { background: #8882; }
 .advice { background: #f6bd1633; padding: .6em 1em; }
 """
