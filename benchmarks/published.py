@@ -78,7 +78,8 @@ class Run:
     @classmethod
     def of(cls, row: dict[str, str]) -> Self:
         """Read a row."""
-        return cls(**{each.name: each.type(row[each.name] or "nan") for each in fields(cls)})  # type: ignore[operator]
+        kinds: dict[str, Any] = {each.name: each.type for each in fields(cls)}
+        return cls(**{name: kind(row[name] or "nan") for name, kind in kinds.items()})
 
     @property
     def job(self) -> Self:
