@@ -13,6 +13,7 @@ from jaxpipe.schedules import draw
 
 _WIDTH, _LEFT, _ROW = 360, 46, 22
 _COLOURS = {"forward": "#5b8ff9", "backward": "#3fb68b"}
+_DIGITS = "#0d1117"
 _LINES = {"gpipe": "#c0504d", "1f1b": "#5b8ff9", "1f1b-v": "#3fb68b"}
 
 
@@ -23,7 +24,7 @@ def write_pictures(folder: Path) -> None:
         folder: Where to.
     """
     folder.mkdir(exist_ok=True)
-    (folder / "step.svg").write_text(_step(num_microbatches=6, num_stages=4), encoding="utf-8")
+    (folder / "step.svg").write_text(_step(num_microbatches=8, num_stages=3), encoding="utf-8")
     (folder / "memory.svg").write_text(_memory(num_microbatches=16, num_stages=4), encoding="utf-8")
 
 
@@ -35,7 +36,7 @@ def step_alone() -> str:
     style = (
         "<style>svg{color:#1f2328} @media (prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
     )
-    picture = _step(num_microbatches=6, num_stages=4)
+    picture = _step(num_microbatches=8, num_stages=3)
     return picture.replace(">\n", f">\n{style}\n", 1)
 
 
@@ -65,7 +66,7 @@ def _step(num_microbatches: int, num_stages: int) -> str:
                 y + 14,
                 str(one.microbatch),
                 middle=True,
-                fill="#fff",
+                fill=_DIGITS,
             )
         )
     full_s = max(
@@ -85,7 +86,7 @@ def _step(num_microbatches: int, num_stages: int) -> str:
     middle = _WIDTH - update / 2
     parts.append(
         f'<text transform="translate({middle + 4:g} {(top + bottom) / 2:g}) rotate(-90)" '
-        'text-anchor="middle" fill="#fff">sum, update</text>'
+        'text-anchor="middle" fill="#fff">update</text>'
     )
     entries = (("forward", _COLOURS["forward"]), ("backward", _COLOURS["backward"]))
     parts += _legend([*entries, ("sum over replicas, optimiser", "#8e7cc3")], bottom + 8)
