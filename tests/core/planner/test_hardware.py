@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jaxpipe.core.planner._calibrate import hardware_of, limit_of
 from jaxpipe.errors import ConfigError
 from jaxpipe.topology import make_pipeline_mesh
 
-MINE = Hardware("mine", 100.0, 50.0, 10.0, 8.0, 4.0, wire_share=0.5, latency_s=1.0)
+MINE = Hardware("mine", 100.0, 50.0, 10.0, 8.0, 2.0, wire_share=0.5, latency_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_device_kinds(kind: str, name: str | None) -> None:
 
 def test_links_inside_a_host_and_between_hosts() -> None:
     assert MINE.wire_s(8.0, inside_host=True) == 1.0 + 8.0 / (8.0 * 0.5)
-    assert MINE.wire_s(8.0, inside_host=False) == 1.0 + 8.0 / 4.0
+    assert MINE.wire_s(8.0, inside_host=False) == 1.0 + 8.0 / 2.0
     assert [MINE.host_of(device) for device in (0, 7, 8, 17)] == [0, 0, 1, 2]
     assert [HARDWARE["gh200"].host_of(device) for device in (0, 1)] == [0, 1]
 
@@ -179,6 +180,22 @@ def test_memory_that_communicators_fill_is_refused() -> None:
     )
     check_refused(ConfigError, [(words, functools.partial(usable_bytes, full, mesh(4, 2)))])
     assert usable_bytes(full, mesh(4, 1)) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("stats", "limit"),
+    [({"bytes_limit": 7}, 5), ({"bytes_limit": 3}, 3), ({"in_use": 1}, None), (None, None)],
+)
+def test_the_limit_of_devices_that_are_here_is_the_least_that_one_reports(
+    stats: Any, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process reports 5 bytes."""
+    here = SimpleNamespace(memory_stats=lambda: stats)
+    room = "jaxpipe.core.planner._calibrate"
+    monkeypatch.setattr(f"{room}.runnable_devices", lambda mesh: [here])
+    monkeypatch.setattr(f"{room}.agreed", lambda own, pick: pick([own, 5]))
+    assert limit_of(PipelineConfig(), mesh(2, 1)) == limit
+    assert limit_of(PipelineConfig(memory_limit_gb=2.5), mesh(2, 1)) == 2.5e9
 
 
 def test_unknown_devices_are_counted_as_one_that_is_known() -> None:

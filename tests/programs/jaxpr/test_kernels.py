@@ -216,6 +216,12 @@ REDUCE = Kernel("reduce", 0, 128, axis="model")
             [ROWS, ROWS, REDUCE, Kernel("other", 0, 3 * 128)],
         ),
         (
+            lambda x, w, v: (x @ w).reshape(32) + (x @ v).reshape(32),
+            [X, W, W],
+            [P(None, "model"), P("model"), P("model")],
+            [ROWS, ROWS, REDUCE, Kernel("other", 0, 3 * 128)],
+        ),
+        (
             lambda x: _constrained(x, None, "model"),
             [X],
             [P("model")],
@@ -225,7 +231,7 @@ REDUCE = Kernel("reduce", 0, 128, axis="model")
         (lambda x: _constrained(x, "model"), [X], [P("model")], []),
         (lambda x: _constrained(x, "model"), [X], [P()], []),
     ],
-    ids=["columns", "rows", "form", "sum", "exchange", "gather", "kept", "divided"],
+    ids=["columns", "rows", "form", "sum", "sum of forms", "exchange", "gather", "kept", "divided"],
 )
 def test_kernels_of_divided_values(
     function: Any, args: list[Any], specs: list[P], wanted: list[Kernel]

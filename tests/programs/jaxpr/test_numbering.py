@@ -89,6 +89,7 @@ def test_elements_that_depend_on_those_at_their_place(function: Callable[..., An
         lambda x: x * jnp.arange(len(x), dtype=x.dtype)[None],
         lambda x: x / len(x),
         lambda x: jnp.eye(len(x)),
+        lambda x: jnp.arange(3.0),
     ],
 )
 def test_elements_that_depend_on_others_or_on_their_place(function: Callable[..., Any]) -> None:
