@@ -13,6 +13,7 @@ from _disk_store import DiskStore
 from jaxpipe._util.paths import any_path
 from jaxpipe.errors import CheckpointError
 from jaxpipe.weights import Rename, RenamedFiles, stack, transpose
+from jaxpipe.weights._block_scaled import BlockScaled
 
 ROWS, COLUMNS = 130, 300
 TABLE = [
@@ -75,3 +76,22 @@ def test_matrices_without_their_scales_are_refused(tmp_path: Path) -> None:
         match = rf"F8_E4M3, h.weight_scale_inv \[2, 3\] for h.weight, but got {text}. Write the"
         with pytest.raises(CheckpointError, match=match):
             RenamedFiles(tmp_path, TABLE, LEAVES)
+
+
+def test_a_slice_may_begin_and_end_inside_of_blocks() -> None:
+    tensors, matrices = make()
+    matrix = BlockScaled(tensors["h.weight"], tensors["h.weight_scale_inv"])
+    assert matrix.shape == (ROWS, COLUMNS)
+    for rows in ((0, ROWS), (100, 129), (127, 128), (128, ROWS)):
+        for columns in ((0, COLUMNS), (5, 6), (120, 260), (128, 256), (256, COLUMNS)):
+            at = slice(*rows), slice(*columns)
+            np.testing.assert_array_equal(matrix[at], matrices["h.weight"][at], str(at))
+
+
+def test_a_vector_of_eight_bits_is_refused(tmp_path: Path) -> None:
+    tensors, _ = make()
+    vector = tensors["h.weight"][0]
+    tensors |= {"v": vector, "v_scale_inv": np.ones(3, np.float32)}
+    write(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=r"v_scale_inv \[3\] for v, but got \[3\]. Write"):
+        RenamedFiles(tmp_path, TABLE, LEAVES)

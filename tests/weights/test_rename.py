@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -190,3 +191,95 @@ def test_one_tensor_stacks_several_leaves(transform: stack, shape: tuple[int, ..
     beyond = [Rename("blocks.kernel", ("0/kernel", "1/kernel"), stack(dim=3))]
     with pytest.raises(CheckpointError, match=r"stack\(.*dim=3.*cannot stack leaves"):
         rename_back(params, beyond)
+
+
+def test_counters_of_what_is_skipped() -> None:
+    like = {"layers": {"0_Dense": {"kernel": np.zeros((1, 1))}}}
+
+    def left_over(theirs: str, *names: str) -> str:
+        tensors = {name: np.zeros(1) for name in names} | {"0.weight": np.zeros((1, 1))}
+        try:
+            rename(tensors, [Rename("{i}.weight", "{i}/kernel"), Rename(theirs, None)], like)
+        except CheckpointError as error:
+            return str(error).partition("left over: ")[2].partition(". Correct")[0]
+        return ""
+
+    assert left_over("{i}.mask", "0.mask", "9.mask", "12.mask") == ""
+    # Without leading zeros, which would not be written back.
+    assert left_over("{i}.mask", "0.mask", "00.mask", "01.mask", "x.mask") == (
+        "00.mask, 01.mask, x.mask"
+    )
+    # One value for each counter, at least 0.
+    assert left_over("{i}.{i}.mask", "1.1.mask", "1.2.mask") == "1.2.mask"
+    assert left_over("{i}.{i+1}.mask", "1.2.mask", "1.1.mask") == "1.1.mask"
+    assert left_over("{i+2}.mask", "2.mask", "1.mask") == "1.mask"
+    assert left_over("a.*", "a.b", "a.", "ab.c", "a") == "ab.c, a"
+
+
+def test_names_of_one_tensor_must_have_equal_values() -> None:
+    like = {"tied": {"io": {"embedding": np.zeros((1, 2))}}}
+    table = [Rename(("wte", "head"), "tied/io/embedding")]
+    one, other = np.array([[np.nan, 1.0]]), np.array([[np.nan, 2.0]])
+    found = rename({"wte": one, "head": one.copy()}, table, like)
+    np.testing.assert_array_equal(found["tied"]["io"]["embedding"], one)
+    with pytest.raises(CheckpointError, match=r"'wte' and 'head' that differ: in the model of the"):
+        rename({"wte": one, "head": other}, table, like)
+    whole = np.array([[1, 2]])  # NumPy cannot look for NaN in integers of every kind
+    found = rename({"wte": whole, "head": whole.copy()}, table, like)
+    np.testing.assert_array_equal(found["tied"]["io"]["embedding"], whole)
+
+
+def test_tensors_of_a_stack_may_have_names() -> None:
+    params = {"layers": {"0_Block": {"kernel": np.arange(6.0).reshape(2, 3)}}}
+    table = [Rename("h.{part}.weight", "0/kernel", stack(names=("query", "key")))]
+    theirs = rename_back(params, table)
+    assert {name: value.tolist() for name, value in theirs.items()} == {
+        "h.query.weight": [0, 1, 2],
+        "h.key.weight": [3, 4, 5],
+    }
+    again = rename(theirs, table, params)
+    np.testing.assert_array_equal(
+        again["layers"]["0_Block"]["kernel"], params["layers"]["0_Block"]["kernel"]
+    )
+    three = [Rename("h.{part}.weight", "0/kernel", stack(names=("q", "k", "v")))]
+    with pytest.raises(CheckpointError, match="names for 3 tensors, and the leaf holds 2. Correct"):
+        rename_back(params, three)
+
+
+def test_transforms_that_do_not_suit_their_leaves() -> None:
+    params = {"layers": {"0_A": {"a": np.zeros((2, 3)), "b": np.zeros((3, 2))}}}
+
+    def back(transform: Any) -> Any:
+        return rename_back(params, [Rename("x", ("0/a", "0/b"), transform)])
+
+    check_refused(
+        CheckpointError,
+        [
+            (
+                "several leaves must say how they are one tensor, .* transform=split",
+                partial(back, None),
+            ),
+            (r"one shape, but got \[\(2, 3\), \(3, 2\)\]. Correct", partial(back, interleave())),
+            (r"along one dim, but got \[\(2, 3\), \(3, 2\)\]", partial(back, split(0))),
+            (
+                "correct a counter",
+                partial(rename_back, params, [Rename("x", "0/a"), Rename("x", "0/b")]),
+            ),
+            *(
+                (r"each dim from 0 on once, but got merge\(", partial(merge, *dims))
+                for dims in ([(1,)], [(0,), (0,)], [(0, 2)])
+            ),
+        ],
+    )
+    # Leaves of other shapes do suit where one is turned.
+    turned = {"layers": {"0_A": {"a": np.zeros((2, 3)), "b": np.zeros((2, 5))}}}
+    found = rename_back(turned, [Rename("x", ("0/a", "0/b"), split(0, transpose))])
+    assert found["x"].shape == (8, 2)
+
+
+def test_the_last_dim_may_be_the_one_that_leaves_are_stacked_along() -> None:
+    params = {"layers": {f"{i}_A": {"a": np.full((2, 3), i)} for i in range(2)}}
+    for dim, shape in ((2, (2, 3, 2)), (1, (2, 2, 3))):
+        found = rename_back(params, [Rename("x", ("0/a", "1/a"), stack(dim=dim))])
+        assert found["x"].shape == shape
+        np.testing.assert_array_equal(found["x"].take(1, dim), np.ones((2, 3)))

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from _disk_store import DiskStore
@@ -18,7 +20,7 @@ from safetensors.numpy import save_file
 
 from jaxpipe._util.paths import any_path
 from jaxpipe.errors import CheckpointError
-from jaxpipe.weights import load_safetensors
+from jaxpipe.weights import load_safetensors, write_safetensors
 from jaxpipe.weights._safetensors import safetensors_files
 
 
@@ -260,3 +262,85 @@ def test_no_free_descriptor_is_said(tmp_path: Path) -> None:
     save_file({"a": np.zeros(2, np.float32)}, tmp_path / "x.safetensors")
     with no_descriptors(), pytest.raises(CheckpointError, match="Too many open .* 'ulimit -n"):
         load_safetensors(tmp_path / "x.safetensors")
+
+
+def write(folder: Path, limit: int | None, **tensors: np.ndarray) -> dict[str, list[str]]:
+    """Write tensors to `m.safetensors` or its shards; gives the names in each file."""
+    structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tensors.items()}
+    target = folder / "m.safetensors"
+    paths = write_safetensors(folder, target, structs, tensors.items(), {"a": "b"}, limit)
+    files = [path for path in paths if path.name.endswith(".safetensors")]
+    return {path.name: sorted(load_safetensors(path)) for path in files}
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], int]:
+    """A header, and where the tensors begin."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), 8 + length
+
+
+@pytest.mark.parametrize(
+    ("limit", "shards"),
+    [
+        (None, ["abcd"]),
+        (24, ["abcd"]),
+        (23, ["abc", "d"]),
+        (16, ["ab", "cd"]),
+        (8, ["a", "b", "cd"]),
+        (1, ["a", "b", "c", "d"]),
+    ],
+)
+def test_shards_are_filled_up_to_their_limit(
+    limit: int | None, shards: list[str], tmp_path: Path
+) -> None:
+    """Tensors of 8, 8, 4 and 4 bytes; one that is too large for any is alone."""
+    sizes = {"a": 2, "b": 2, "c": 1, "d": 1}
+    tensors = {name: np.full(size, size, np.float32) for name, size in sizes.items()}
+    count = len(shards)
+    names = [f"m-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    names = ["m.safetensors"] if count == 1 else names
+    assert write(tmp_path, limit, **tensors) == dict(zip(names, map(list, shards), strict=True))
+    if count > 1:
+        index = json.loads((tmp_path / "m.safetensors.index.json").read_text())
+        assert index["metadata"] == {"total_size": 24}
+        assert index["weight_map"] == {
+            letter: name for name, letters in zip(names, shards, strict=True) for letter in letters
+        }
+
+
+def test_every_tensor_begins_at_a_multiple_of_its_items(tmp_path: Path) -> None:
+    for more in range(8):  # headers of all lengths
+        folder = tmp_path / str(more)
+        tensors = {
+            "a" * (more + 1): np.array([1, 2, 3], np.int8),
+            "b": np.array([1.5], jnp.bfloat16),
+            "c": np.array([1, 2], np.float64),
+            "d": np.array([1], np.int32),
+        }
+        write(folder, None, **tensors)
+        header, begin = header_of(folder / "m.safetensors")
+        assert begin % 8 == 0
+        assert header.pop("__metadata__") == {"a": "b"}
+        for name, entry in header.items():
+            assert entry["data_offsets"][0] % tensors[name].dtype.itemsize == 0, name
+        ends = sorted(entry["data_offsets"] for entry in header.values())
+        assert [*(start for start, _ in ends), 25] == [0, *(stop for _, stop in ends)]
+
+
+def test_a_folder_s_model_is_preferred(load: Load, tmp_path: Path) -> None:
+    """Before the index of its shards, and both before anything else."""
+    for name in ("adapter", "model-00001-of-00001", "other-00001-of-00001"):
+        saved(tmp_path, **{name: name})
+    index = tmp_path / "model.safetensors.index.json"
+    shard = "model-00001-of-00001"
+    index.write_text(json.dumps({"weight_map": {shard: f"{shard}.safetensors"}}))
+    assert list(load(tmp_path)) == [shard]
+    saved(tmp_path, model="whole")
+    assert list(load(tmp_path)) == ["whole"]
+
+
+def test_shards_without_their_index_are_no_model(load: Load, tmp_path: Path) -> None:
+    saved(tmp_path, **{"a-00001-of-00002": "x", "a-00002-of-00002": "y"})
+    check_refused(CheckpointError, [(r"with none\. Pass the path of the file", load)], tmp_path)
+    assert list(load(saved(tmp_path, b="z"))) == ["z"]

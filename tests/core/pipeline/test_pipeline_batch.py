@@ -73,6 +73,21 @@ def test_batches_that_differ_from_the_example(pipeline: Pipeline) -> None:
             assert_refused(DataError, words, method, (ids,) * count)
 
 
+def test_samples_of_some_replicas_are_checked_as_part_of_the_whole(pipeline: Pipeline) -> None:
+    """Of two samples for each of two replicas, one replica has two."""
+    ids = np.zeros((3, 2, 3), np.int32)
+    place = pipeline.batches.place
+    words = "inputs must be int32[3, 4, 3] ... but got int32[3, {}, 3]. Give every batch"
+    for size, told in ((1, 2), (3, 6), (4, 8)):
+        assert_refused(
+            DataError, words.format(told), place, (ids[:, :1].repeat(size, 1),) * 2, range(1)
+        )
+    # Three replicas of two, of which none has a half: the shape is told as it is.
+    three = pipeline.batches.num_replicas + 1
+    assert_refused(DataError, words.format(1), place, (ids[:, :1],) * 2, range(three))
+    assert_refused(DataError, "but got int32[3]", place, (ids[:, 0, 0],) * 2, range(1))
+
+
 def test_entries_that_do_not_fit() -> None:
     tuples = "must be a tuple (inputs, labels)"
     for words, entry in (

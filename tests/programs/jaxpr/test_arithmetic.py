@@ -71,3 +71,32 @@ def test_roundings(function: Callable[..., Any], dtype: Any, least: int, most: i
     assert found.dtype == dtype
     assert least <= found.operations <= most
     assert found.unit == float(jnp.finfo(dtype).eps) / 2
+
+
+def long(x: jax.Array) -> jax.Array:
+    """A million roundings to float32."""
+    return jax.lax.scan(lambda x, _: (jnp.sin(x), None), x, length=2**20)[0]
+
+
+def test_wider_roundings_count_by_the_square_of_their_unit() -> None:
+    """That is 2 ** -32 of one to bfloat16, of which there is one here."""
+    found = arithmetic_of([jax.make_jaxpr(lambda x: long(x).astype(jnp.bfloat16))(X)])
+    assert found.dtype == jnp.bfloat16
+    assert found.operations == pytest.approx(1 + 2**20 / 2**32, rel=1e-4)
+
+
+def test_what_a_layer_reports_beside_its_arrays_is_not_counted() -> None:
+    def reporting(x: jax.Array) -> Any:
+        return x, long(x).astype(jnp.bfloat16).sum()
+
+    found = arithmetic_of([jax.make_jaxpr(reporting)(X)])
+    assert found == (np.float32, 1.0)
+    # The loss itself, which reports nothing else, is.
+    alone = arithmetic_of([jax.make_jaxpr(lambda x: long(x).mean())(X)])
+    assert alone.operations > 2**20
+
+
+def test_the_worst_of_several_programs_decides() -> None:
+    programs = [jax.make_jaxpr(f)(X) for f in (jnp.sin, lambda x: x @ x.T, jnp.cos)]
+    assert arithmetic_of(programs) == arithmetic_of(programs[1:2])
+    assert arithmetic_of([]) == (np.float64, 1.0)
