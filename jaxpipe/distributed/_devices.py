@@ -5,6 +5,7 @@ import socket
 import warnings
 import zlib
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 
 import jax
@@ -56,7 +57,9 @@ def count_gpus(root: Path, environ: Mapping[str, str]) -> int:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return known
-    return min(known, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
+    # CUDA ignores what follows an invalid index.
+    parts = (part.strip() for part in visible.split(","))
+    return min(known, len(list(takewhile(lambda part: part not in ("", "-1"), parts))))
 
 
 def simulate_devices(number: int) -> None:

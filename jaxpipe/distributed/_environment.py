@@ -10,7 +10,7 @@ from jaxpipe.errors import LaunchError, shown
 from ._address import DEFAULT_PORT, bracketed, read_address
 from ._numbers import whole_number
 
-_OWN_FLAG = re.compile("dump|path|dir|file|host_platform_device_count")
+_OWN_FLAG = re.compile("_(dump|path|dir|file)(_|$)|host_platform_device_count")
 _TF32 = "NVIDIA_TF32_OVERRIDE"
 MPI4PY = "mpi4py"
 """Source of jobs under MPICH, Intel MPI or Open MPI 5, which JAX queries through mpi4py."""

@@ -124,8 +124,6 @@ def _links(mesh: Mesh, at: int) -> str:
     others = set(np.roll(owners, 1, at)[owners == own].tolist()) | set(
         np.roll(owners, -1, at)[owners == own].tolist()
     )
-    named = ", ".join(str(process) for process in sorted(others - {own})) or "none other"
-    return (
-        f"the links of process {own} along the mesh axis {mesh.axis_names[at]!r}, to process "
-        f"{named},"
-    )
+    named = ", ".join(str(process) for process in sorted(others - {own}))
+    where = f"to process {named}" if named else "inside this process"
+    return f"the links of process {own} along the mesh axis {mesh.axis_names[at]!r}, {where},"

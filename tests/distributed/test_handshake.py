@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxpipe.distributed import handshake
 from jaxpipe.errors import LaunchError
 
-LINKS = "the links of process 0 along the mesh axis 'data', to process none other,"
+LINKS = "the links of process 0 along the mesh axis 'data', inside this process,"
 
 
 def mesh(stages: int = 1, data: int = 4) -> Mesh:

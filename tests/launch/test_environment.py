@@ -364,6 +364,7 @@ def test_gpus_of_a_node(tmp_path: Path) -> None:
     assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}) == 0
     assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "0, 2"}) == 2
     assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}) == 3
+    assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "0,-1,1"}) == 1
 
 
 @pytest.mark.parametrize(
@@ -398,7 +399,8 @@ def test_flags_that_change_numbers_are_compared(monkeypatch: pytest.MonkeyPatch)
     own = "--xla_dump_to=/a --xla_force_host_platform_device_count=8 --xla_cache_dir=/b"
     assert found(f"--xla_b=1 {own} --xla_a=2") == ("--xla_a=2 --xla_b=1", False)
     # Only names of flags say what they are for.
-    assert found("--xla_mode=file_dump") == ("--xla_mode=file_dump", False)
+    for flag in ("--xla_mode=file_dump", "--xla_bidirectional=1", "--xla_hlo_profile"):
+        assert found(flag) == (flag, False)
     name = "--xla_gpu_deterministic_ops"
     assert [found(each)[1] for each in (name, f"{name}=true", f"{name}=false")] == [
         *(True, True, False)

@@ -197,7 +197,7 @@ def named_hardware(kind: str) -> Hardware | None:
         (
             HARDWARE[name]
             for name in sorted(HARDWARE, key=len, reverse=True)
-            if name.lower() in kind
+            if all(part in kind for part in name.lower().split("-"))
         ),
         None,
     )
