@@ -1,7 +1,7 @@
 """Llama 3.1 8B on 8 H100s, 128 texts of 8,192 tokens a step.
 
     jaxpipe plan examples/jobs/llama3_1_8b_8xh100.py:job --hardware h100:8 --num-chunks 1,2,4
-    jaxpipe prove examples/jobs/llama3_1_8b_8xh100.py:job
+    jaxpipe prove examples/jobs/llama3_1_8b_8xh100.py:job --quick
 
 The mesh is stage 4 x data 2. Nothing is recomputed. `plan` finds: interleaved with 4 chunks, 13 s a
 step, bubble 1.5 %, 57 GB on the fullest device.

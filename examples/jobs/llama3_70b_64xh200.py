@@ -1,7 +1,7 @@
 """Llama 3 70B on 64 H200s, 512 texts of 8,192 tokens a step.
 
     jaxpipe plan examples/jobs/llama3_70b_64xh200.py:job --hardware h200:64 --num-chunks 1,2,4
-    jaxpipe prove examples/jobs/llama3_70b_64xh200.py:job
+    jaxpipe prove examples/jobs/llama3_70b_64xh200.py:job --quick
 
 The mesh is stage 4 x data 2 x fsdp 8: the 8 devices of a host divide the weights of their stage.
 Each layer is recomputed. `plan` finds: interleaved with 4 chunks, 60 s a step, bubble 3.2 %, 48 GB

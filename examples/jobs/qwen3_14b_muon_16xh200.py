@@ -1,7 +1,7 @@
 """Qwen 3 14B with Muon on 16 H200s, 128 texts of 4,096 tokens a step.
 
     jaxpipe plan examples/jobs/qwen3_14b_muon_16xh200.py:job --hardware h200:16 --num-chunks 1,2,4
-    jaxpipe prove examples/jobs/qwen3_14b_muon_16xh200.py:job
+    jaxpipe prove examples/jobs/qwen3_14b_muon_16xh200.py:job --quick
 
 The mesh is stage 4 x data 4. `plan` finds: zero-bubble with 2 chunks, 5.3 s a step, bubble 2.3 %,
 74 GB on the fullest device. It counts Muon's memory, but not the products that orthogonalise its
