@@ -147,7 +147,7 @@ def live_program(function: Callable[..., Any], *args: PyTree) -> ClosedJaxpr:
     # and branches.
     def run(*inputs: jax.Array) -> list[Any]:
         values, _ = evaluate(program, dict(zip(program.inputs, inputs, strict=True)), part, {}, [])
-        return [values[x] for x in program.outputs if not isinstance(x, Constant)]
+        return [x.val if isinstance(x, Constant) else values[x] for x in program.outputs]
 
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.inputs]
     return jax.make_jaxpr(run)(*shapes)

@@ -242,11 +242,11 @@ def test_kernels_of_divided_values(
 
 def test_results_are_divided_like_what_they_are_made_of() -> None:
     def function(x: jax.Array, w: jax.Array) -> Any:
-        return x @ w, jnp.tanh(x), x.sum(0)
+        return x @ w, jnp.tanh(x), 1.0, x.sum(0)
 
     with jax.sharding.use_abstract_mesh(MESH):
         found = result_specs(function, [X, W], [P("model"), P()], MESH, ["data"])
-    assert [tuple(spec) for spec in found] == [("model", None), ("model", None), (None,)]
+    assert [tuple(spec) for spec in found] == [("model", None), ("model", None), (), (None,)]
 
 
 @pytest.mark.parametrize(
