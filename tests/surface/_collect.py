@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_origin
 from unittest import mock
 
 import flax.linen as nn
@@ -123,6 +123,8 @@ def _of_class(path: str, cls: type) -> Iterator[str]:
 
 def _signature(value: Any) -> str:
     """The parameters with their defaults. Annotations read differently in every version of JAX."""
+    if get_origin(value) is not None:  # `Callable[...]`, which has one since Python 3.13
+        return ""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
