@@ -48,6 +48,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
+@pytest.mark.slow
 @given(trees(scalars))
 def test_what_is_accepted_comes_back_as_it_was(value: Any) -> None:
     check_json(value, "client_state")

@@ -97,6 +97,7 @@ def sizes(replicas: int) -> dict[str, Any]:
     return {**SIZES, "train_micro_batch_size_per_gpu": 4 // replicas}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "stages", "data", "config"),
     [

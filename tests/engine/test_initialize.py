@@ -167,6 +167,7 @@ def test_dist_init_required_of_one_process(required: bool) -> None:
     assert engine.global_steps == 0
 
 
+@pytest.mark.slow
 def test_a_model_axis_is_refused_or_runs() -> None:
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=2)
     engine, *_ = initialize(model=module(topology=topology))

@@ -191,6 +191,7 @@ FP16 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "loss_fn", "config"),
     sweep(

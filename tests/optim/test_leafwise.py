@@ -127,6 +127,7 @@ def test_coupling_is_seen_where_each_stage_has_one_parameter() -> None:
         Pipeline(module, optax.clip_by_global_norm(1.0), mesh, (x, x), 1)
 
 
+@pytest.mark.slow
 def test_clipping_on_one_stage_is_that_of_the_model() -> None:
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
     case = Case(stages=1, data=2, optimizer=optimizer)

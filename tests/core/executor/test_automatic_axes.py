@@ -56,6 +56,7 @@ class Columns(nn.Module):
         return x @ kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", sweep(1, [optax.lamb(0.1), optax.adafactor(0.1), optax.contrib.muon(0.1)])
 )
