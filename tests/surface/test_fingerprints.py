@@ -1,6 +1,6 @@
 """A change of structure leaves the lowered steps as they are.
 
-`WRITE_SURFACE=1 pytest -n 0 -m slow tests/surface` records them, for the versions installed.
+`WRITE_SURFACE=1 pytest -n 0 -m soak tests/surface` records them, for the versions installed.
 """
 
 import json
@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from _covering import sweep
 from _fingerprints import cases, fingerprint, jobs
 
 RECORD = Path(__file__).with_name("fingerprints.json")
@@ -17,7 +16,8 @@ PARTS = 8
 VERSIONS = {name: metadata.version(name) for name in ("jax", "flax", "optax")}
 
 
-@pytest.mark.parametrize("part", sweep(0, range(PARTS)))
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(PARTS))
 def test_lowered_steps_are_as_recorded(part: int) -> None:
     recorded = json.loads(RECORD.read_text())
     is_writing = "WRITE_SURFACE" in os.environ
