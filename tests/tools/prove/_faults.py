@@ -20,10 +20,20 @@ def _room(name: str) -> Any:
     return importlib.import_module(f"jaxpipe.{name}")
 
 
-_batch, _epilogue, _exchange, _loss, _segment, _step, _sums, _tick_loop, _train, _trunk = (
+_batch, _epilogue, _exchange, _loss, _segment_program, _step, _sums, _tick_loop, _train, _trunk = (
     _room(f"core.executor._{name}")
     for name in (
-        *("batch", "epilogue", "exchange", "loss", "segment", "step", "sums", "tick_loop", "train"),
+        *(
+            "batch",
+            "epilogue",
+            "exchange",
+            "loss",
+            "segment_program",
+            "step",
+            "sums",
+            "tick_loop",
+            "train",
+        ),
         "trunk",
     )
 )
@@ -32,6 +42,7 @@ _update, _zero, _plan = (
     _room("core.state._zero"),
     _room("core.planner._plan"),
 )
+_vocab_ends = _room("core.executor._vocab_ends")
 _load, _weights = _room("checkpoint._load"), _room("checkpoint._weights")
 _evaluator, _optimizer = _room("engine._evaluator"), _room("core.pipeline._optimizer")
 _sequential, _scale = _room("layers._sequential"), _room("optim._loss_scale")
@@ -196,7 +207,7 @@ EXECUTOR = [
     Fault(
         "residuals rounded",
         "attention",
-        after(_train.TrainLoop, "_read_residuals", lambda found, *_: rounded(found, jnp.float32)),
+        after(_train.TrainLoop, "read_residuals", lambda found, *_: rounded(found, jnp.float32)),
         where="Attention",
     ),
     Fault(
@@ -345,14 +356,14 @@ MORE = [
     Fault(
         "layers keyed by the stage's own index",
         "dropout",
-        after(_segment.Segment, "offset", lambda found, *_: found * 0),
+        after(_segment_program.SegmentProgram, "offset", lambda found, *_: found * 0),
         "Block",
     ),
     Fault(
         "evaluation keeps dropout",
         "dropout",
         patched(
-            _segment.Segment,
+            _segment_program.SegmentProgram,
             "run",
             lambda old: (
                 lambda self, params, inputs, context, *, train: old(
@@ -434,16 +445,16 @@ MORE = [
         "gradients of the vocabulary doubled",
         "split_tied",
         patched(
-            _train,
-            "_plus_vocab",
-            lambda old: lambda carry, grads: old(carry, scaled(grads, 2.0)),
+            _vocab_ends.VocabEnds,
+            "plus",
+            lambda old: lambda self, carry, grads: old(self, carry, scaled(grads, 2.0)),
         ),
         "table",
     ),
     Fault(
         "gradients of the vocabulary lost",
         "split_tied",
-        patched(_train, "_plus_vocab", lambda _: lambda carry, grads: carry),
+        patched(_vocab_ends.VocabEnds, "plus", lambda _: lambda self, carry, grads: carry),
         "table",
     ),
     Fault(
