@@ -5,8 +5,8 @@ Small faults put into the source one at a time, and whether the default tests se
 A mutant is one change of one expression: a sign, a factor, a comparison, an index one off, a
 condition turned round, the branches of a `where` swapped, a sum over devices left out. They are
 drawn at random, by seed, from the files of some rooms. Each is put into a copy of the project, and
-tests run there until one fails: first those of the mutant's own file and room, then those that
-compare with one device, and last, with `--whole`, all default tests.
+tests run there, on one core, until one fails: first those of the mutant's own file and room, then
+those that compare with one device, and last, with `--whole`, all default tests.
 
 A mutant that no test kills is either equal to the source, or a hole in the tests: write the test.
 
@@ -18,12 +18,16 @@ What `--out` holds already is not run again, so that a run may be stopped and co
 
 import argparse
 import ast
+import contextlib
 import copy
+import importlib
 import json
+import multiprocessing
 import os
 import random
+import resource
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -31,14 +35,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import pytest
+
 from benchmarks._table import print_head, print_row
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = "core/executor,core/state,programs/autodiff,schedules"
 COMPARED = ("tests/core/executor", "tests/parity", "tests/sharding", "tests/core/pipeline")
 """Tests that compare with one device, whatever room the fault is in."""
-SECONDS = 1500
+SECONDS = 600
 """Longer than any of the runs takes: a mutant that waits for ever is killed, too."""
+MEMORY = 10 << 30
+"""More bytes than any of the runs needs: so is a mutant that fills the memory."""
+
+LIBRARIES = (
+    *("chex", "flax.linen", "flax.nnx", "hypothesis", "optax", "orbax.checkpoint"),
+    *("torch", "transformers"),
+)
+"""What the tests import, where it is had: once for all mutants."""
 
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,
@@ -108,6 +123,8 @@ def _computing(node: ast.AST) -> Iterator[ast.expr]:
         return
     if isinstance(node, ast.expr):
         yield node
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return  # of lists that have one length anyway
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "type_params", "bases"):
             continue
@@ -169,7 +186,7 @@ def drawn(rooms: Sequence[str], number: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample(found, min(number, len(found)))
 
 
-def killer(mutant: Mutant, project: Path, *, whole: bool) -> str:
+def killer(mutant: Mutant, project: Path, cache: Path, *, whole: bool) -> str:
     """Put a mutant into a copy of the project and run tests.
 
     Gives the tests that killed it, or nothing.
@@ -181,37 +198,51 @@ def killer(mutant: Mutant, project: Path, *, whole: bool) -> str:
         changed = Path(mutant.file)
         room = Path("tests", *changed.parts[1:-1])
         own = sorted(
-            str(p.relative_to(ROOT)) for p in (ROOT / room).glob(f"test_*{changed.name.strip('_')}")
+            str(p.relative_to(project))
+            for p in (project / room).glob(f"test_*{changed.name.strip('_')}")
         )
         for chosen in (own, [str(room)], COMPARED, *([["tests"]] if whole else [])):
-            if chosen and not _pass(chosen, project):
+            if chosen and not _pass(chosen, project, cache):
                 return " ".join(chosen)
         return ""
     finally:
         path.write_bytes(source)
 
 
-def _pass(tests: Sequence[str], project: Path) -> bool:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-n",
-        "auto",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
-    env = {**os.environ, "PYTHONPATH": str(project)}
-    try:
-        done = subprocess.run(
-            command, cwd=project, env=env, capture_output=True, timeout=SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode in (0, 5)  # 5: no test was collected
+def _pass(tests: Sequence[str], project: Path, cache: Path) -> bool:
+    """Run tests in a copy of this process, which has imported what takes long."""
+    run = multiprocessing.get_context("fork").Process(target=_run, args=(tests, project, cache))
+    run.start()
+    run.join(SECONDS)
+    if run.exitcode is None:
+        os.killpg(run.ident or 0, signal.SIGKILL)
+        run.join()
+    return run.exitcode in (0, 5)  # 5: no test was collected
+
+
+def _run(tests: Sequence[str], project: Path, cache: Path) -> None:
+    os.setsid()  # for what the tests start, too
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    os.chdir(project)
+    os.environ["PYTHONPATH"] = sys.path[0] = str(project)
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(cache / "bytecode")
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    imported = "ignore::pytest.PytestAssertRewriteWarning"  # says that it was
+    options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", imported)
+    os._exit(pytest.main([*options, *tests], [_Cache(cache)]))
+
+
+class _Cache:
+    """Compiled programs of one mutant's tests serve the next: most mutants change none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_configure(self) -> None:
+        jax.config.update("jax_traceback_in_locations_limit", 0)
+        jax.config.update("jax_compilation_cache_dir", str(self.path / "programs"))
 
 
 def main() -> None:
@@ -231,16 +262,21 @@ def main() -> None:
     options = parser.parse_args()
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     known = {json.dumps(entry["mutant"]): entry["killed_by"] for entry in map(json.loads, lines)}
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     print_head("file", "line", "before", "after", "killed by")
     with tempfile.TemporaryDirectory() as folder:
-        project = Path(folder) / "project"
+        project, cache = Path(folder) / "project", Path(folder) / "cache"
         shutil.copytree(
             ROOT, project, ignore=shutil.ignore_patterns(".git", "__pycache__", "*.jsonl")
         )
+        if not _pass(COMPARED, project, cache):
+            parser.error("tests fail without a fault: mend them first")
         for mutant in drawn(options.rooms.split(","), options.number, options.seed):
             key = json.dumps(asdict(mutant))
             if key not in known:
-                known[key] = killer(mutant, project, whole=options.whole)
+                known[key] = killer(mutant, project, cache, whole=options.whole)
                 with options.out.open("a") as file:
                     file.write(
                         json.dumps({"mutant": asdict(mutant), "killed_by": known[key]}) + "\n"
