@@ -4,16 +4,18 @@ Small faults put into the source one at a time, and whether the default tests se
 
 A mutant is one change of one expression: a sign, a factor, a comparison, an index one off, a
 condition turned round, the branches of a `where` swapped, a sum over devices left out. They are
-drawn at random, by seed, from the files of some rooms. Each is put into a copy of the project, and
-tests run there, on one core, until one fails: first those of the mutant's own file and room, then
-those that compare with one device, and last, with `--whole`, all default tests.
+drawn at random, by seed, from the files of some rooms. First all default tests run once, and each
+tells which of the mutants' lines it reaches. Then each mutant is put into a copy of the project,
+and the tests that reach it run there, the quick ones first, until one fails. Last come those of its
+own file, which may reach it in another process.
 
 A mutant that no test kills is either equal to the source, or a hole in the tests: write the test.
 
 Run: python -m benchmarks.mutants [--number 200] [--seed 0] [--rooms
-     core/executor,core/state,programs/autodiff,schedules] [--whole] [--out mutants.jsonl]
+     core/executor,core/state,programs/autodiff,schedules] [--jobs 2] [--out mutants.jsonl]
 
-What `--out` holds already is not run again, so that a run may be stopped and continued.
+It needs Python 3.12. What `--out` holds already is not run again, so that a run may be stopped and
+continued.
 """
 
 import argparse
@@ -30,9 +32,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import jax
@@ -42,10 +46,10 @@ from benchmarks._table import print_head, print_row
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = "core/executor,core/state,programs/autodiff,schedules"
-COMPARED = ("tests/core/executor", "tests/parity", "tests/sharding", "tests/core/pipeline")
-"""Tests that compare with one device, whatever room the fault is in."""
-SECONDS = 600
-"""Longer than any of the runs takes: a mutant that waits for ever is killed, too."""
+ENOUGH = 60
+"""Seconds of tests that reach a mutant, in its room and again outside."""
+SECONDS = 400
+"""Longer than the tests of a mutant take: one that waits for ever is killed, too."""
 MEMORY = 10 << 30
 """More bytes than any of the runs needs: so is a mutant that fills the memory."""
 
@@ -55,6 +59,8 @@ LIBRARIES = (
 )
 """What the tests import, where it is had: once for all mutants."""
 
+_MONITORING: Any = getattr(sys, "monitoring", None)
+_TOOL = 1  # what Python calls the place of a tool for coverage
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -186,10 +192,17 @@ def drawn(rooms: Sequence[str], number: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample(found, min(number, len(found)))
 
 
-def killer(mutant: Mutant, project: Path, cache: Path, *, whole: bool) -> str:
+def reached(mutants: Sequence[Mutant], project: Path, cache: Path, files: Sequence[str]) -> Path:
+    """Run tests and write down, for each that passes, its seconds and the mutants it reaches."""
+    out = cache / "reached.jsonl"
+    _run_apart(files, project, cache, [_Reached(mutants, project, out)], limit=None)
+    return out
+
+
+def killer(mutant: Mutant, tests: Sequence[tuple[float, str]], project: Path, cache: Path) -> str:
     """Put a mutant into a copy of the project and run tests.
 
-    Gives the tests that killed it, or nothing.
+    Gives where those lie that killed it, or nothing. `tests` are those that reach the mutant.
     """
     path = project / mutant.file
     source = path.read_bytes()
@@ -197,30 +210,47 @@ def killer(mutant: Mutant, project: Path, cache: Path, *, whole: bool) -> str:
     try:
         changed = Path(mutant.file)
         room = Path("tests", *changed.parts[1:-1])
-        own = sorted(
-            str(p.relative_to(project))
-            for p in (project / room).glob(f"test_*{changed.name.strip('_')}")
-        )
-        for chosen in (own, [str(room)], COMPARED, *([["tests"]] if whole else [])):
-            if chosen and not _pass(chosen, project, cache):
-                return " ".join(chosen)
+        own = (project / room).glob(f"test_*{changed.name.strip('_')}")
+        stages = {
+            str(room): _quickest(t for t in tests if Path(t[1]).is_relative_to(room)),
+            "tests": _quickest(t for t in tests if not Path(t[1]).is_relative_to(room)),
+            f"{room}/": [str(p.relative_to(project)) for p in own] if tests else [str(room)],
+        }
+        for name, chosen in stages.items():
+            if chosen and _run_apart(chosen, project, cache, [], SECONDS) not in (0, 5):
+                return name  # 5: no test was collected
         return ""
     finally:
         path.write_bytes(source)
 
 
-def _pass(tests: Sequence[str], project: Path, cache: Path) -> bool:
+def _quickest(tests: Iterable[tuple[float, str]]) -> list[str]:
+    chosen, total = [], 0.0
+    for seconds, name in sorted(tests):
+        total += seconds
+        if total < ENOUGH:
+            chosen.append(name)
+    return chosen
+
+
+def _run_apart(
+    tests: Sequence[str], project: Path, cache: Path, plugins: Sequence[Any], limit: float | None
+) -> int | None:
     """Run tests in a copy of this process, which has imported what takes long."""
-    run = multiprocessing.get_context("fork").Process(target=_run, args=(tests, project, cache))
+    run = multiprocessing.get_context("fork").Process(
+        target=_run, args=(tests, project, cache, plugins, limit is not None)
+    )
     run.start()
-    run.join(SECONDS)
+    run.join(limit)
     if run.exitcode is None:
         os.killpg(run.ident or 0, signal.SIGKILL)
         run.join()
-    return run.exitcode in (0, 5)  # 5: no test was collected
+    return run.exitcode
 
 
-def _run(tests: Sequence[str], project: Path, cache: Path) -> None:
+def _run(
+    tests: Sequence[str], project: Path, cache: Path, plugins: Sequence[Any], to_first: bool
+) -> None:
     os.setsid()  # for what the tests start, too
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     os.chdir(project)
@@ -230,8 +260,9 @@ def _run(tests: Sequence[str], project: Path, cache: Path) -> None:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     imported = "ignore::pytest.PytestAssertRewriteWarning"  # says that it was
-    options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", imported)
-    os._exit(pytest.main([*options, *tests], [_Cache(cache)]))
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", imported)
+    options = (*options, *(["-x"] if to_first else []))
+    os._exit(pytest.main([*options, *tests], [_Cache(cache), *plugins]))
 
 
 class _Cache:
@@ -245,6 +276,75 @@ class _Cache:
         jax.config.update("jax_compilation_cache_dir", str(self.path / "programs"))
 
 
+class _Reached:
+    """Writes down which mutants each test reaches."""
+
+    def __init__(self, mutants: Sequence[Mutant], project: Path, out: Path) -> None:
+        self.lines: dict[str, dict[int, list[int]]] = {}
+        for i, mutant in enumerate(mutants):
+            lines = self.lines.setdefault(str(project / mutant.file), {})
+            lines.setdefault(mutant.line, []).append(i)
+        self.out = out
+        self.hit: set[int] = set()
+        self.is_sound = True
+
+    def pytest_configure(self) -> None:
+        events = _MONITORING.events
+        _MONITORING.use_tool_id(_TOOL, "mutants")
+        _MONITORING.register_callback(_TOOL, events.PY_START, self._start)
+        _MONITORING.register_callback(_TOOL, events.LINE, self._line)
+        _MONITORING.set_events(_TOOL, events.PY_START)
+
+    def _start(self, code: CodeType, _: int) -> Any:
+        if code.co_filename in self.lines:
+            _MONITORING.set_local_events(_TOOL, code, _MONITORING.events.LINE)
+        return _MONITORING.DISABLE
+
+    def _line(self, code: CodeType, line: int) -> Any:
+        self.hit.update(self.lines[code.co_filename].get(line, ()))
+        return _MONITORING.DISABLE
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.hit, self.is_sound = set(), True
+        _MONITORING.restart_events()
+        start = time.perf_counter()
+        done = yield
+        if self.is_sound and self.hit:
+            entry = {"test": item.nodeid, "seconds": time.perf_counter() - start}
+            with self.out.open("a") as file:
+                file.write(json.dumps({**entry, "mutants": sorted(self.hit)}) + "\n")
+        return done
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.is_sound = self.is_sound and not report.failed
+
+
+def _work(mutants: Sequence[Mutant], known: dict[str, str], folder: Path, options: Any) -> None:
+    """Run one share of the work, in files of its own, beside the others."""
+    job, jobs = int(folder.name), options.jobs
+    project, cache = folder / "project", folder / "cache"
+    cache.mkdir(parents=True)
+    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".git", "__pycache__", "*.jsonl"))
+    files = sorted(str(p.relative_to(project)) for p in (project / "tests").rglob("test_*.py"))
+    reached(mutants, project, cache, files[job::jobs])
+    options.together.wait()
+    entries = [
+        json.loads(line)
+        for path in folder.parent.glob("*/cache/reached.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    for i, mutant in list(enumerate(mutants))[job::jobs]:
+        key = json.dumps(asdict(mutant))
+        if key not in known:
+            tests = [
+                (entry["seconds"], entry["test"]) for entry in entries if i in entry["mutants"]
+            ]
+            killed_by = killer(mutant, tests, project, cache)
+            with options.out.open("a") as file:
+                file.write(json.dumps({"mutant": asdict(mutant), "killed_by": killed_by}) + "\n")
+
+
 def main() -> None:
     """Draw mutants, try to kill each, and print which lived."""
     parser = argparse.ArgumentParser(
@@ -253,38 +353,44 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", default=ROOMS)
-    parser.add_argument(
-        "--whole", action="store_true", help="run all default tests on what the others let live"
-    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side")
     parser.add_argument(
         "--out", type=Path, default=Path("mutants.jsonl"), help="a line of JSON for each mutant"
     )
     options = parser.parse_args()
-    lines = options.out.read_text().splitlines() if options.out.exists() else []
-    known = {json.dumps(entry["mutant"]): entry["killed_by"] for entry in map(json.loads, lines)}
+    if _MONITORING is None:
+        parser.error("it must run on Python 3.12 or newer, which tells the lines that tests reach")
+    options.out = options.out.absolute()
+    mutants = drawn(options.rooms.split(","), options.number, options.seed)
+    known = _known(options.out)
     for name in LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    print_head("file", "line", "before", "after", "killed by")
+    fork = multiprocessing.get_context("fork")
+    options.together = fork.Barrier(options.jobs)
     with tempfile.TemporaryDirectory() as folder:
-        project, cache = Path(folder) / "project", Path(folder) / "cache"
-        shutil.copytree(
-            ROOT, project, ignore=shutil.ignore_patterns(".git", "__pycache__", "*.jsonl")
-        )
-        if not _pass(COMPARED, project, cache):
-            parser.error("tests fail without a fault: mend them first")
-        for mutant in drawn(options.rooms.split(","), options.number, options.seed):
-            key = json.dumps(asdict(mutant))
-            if key not in known:
-                known[key] = killer(mutant, project, cache, whole=options.whole)
-                with options.out.open("a") as file:
-                    file.write(
-                        json.dumps({"mutant": asdict(mutant), "killed_by": known[key]}) + "\n"
-                    )
-            before, after = (" ".join(text.split())[:40] for text in (mutant.before, mutant.after))
-            print_row(mutant.file, str(mutant.line), before, after, known[key] or "nobody")
-    killed = sum(map(bool, known.values()))
-    print(f"killed {killed} of {len(known)}, {100 * killed / max(1, len(known)):.1f} %")
+        shares = [
+            fork.Process(target=_work, args=(mutants, known, Path(folder, str(job)), options))
+            for job in range(options.jobs)
+        ]
+        for share in shares:
+            share.start()
+        for share in shares:
+            share.join()
+    known = _known(options.out)
+    print_head("file", "line", "before", "after", "killed by")
+    killers = [known.get(json.dumps(asdict(mutant))) for mutant in mutants]
+    for mutant, by in zip(mutants, killers, strict=True):
+        before, after = (" ".join(text.split())[:40] for text in (mutant.before, mutant.after))
+        by = "not run" if by is None else by or "nobody"
+        print_row(mutant.file, str(mutant.line), before, after, by)
+    killed = sum(map(bool, killers))
+    print(f"killed {killed} of {len(mutants)}, {100 * killed / max(1, len(mutants)):.1f} %")
+
+
+def _known(out: Path) -> dict[str, str]:
+    lines = out.read_text().splitlines() if out.exists() else []
+    return {json.dumps(entry["mutant"]): entry["killed_by"] for entry in map(json.loads, lines)}
 
 
 if __name__ == "__main__":

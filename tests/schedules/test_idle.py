@@ -6,6 +6,7 @@ import pytest
 from _schedules import SplitByTurnsSchedule
 
 from jaxpipe.schedules import (
+    ActionMode,
     Idle,
     IdlePolicy,
     InferenceSchedule,
@@ -135,3 +136,35 @@ def test_a_line_says_what_idle_stages_do() -> None:
     line = "idle actions: forward looped in ticks 0 to 10; backward looped in ticks 3 to 13"
     assert describe_idle(looped) == line
     assert describe_idle(lower_schedule("1f1b", 8, 1)) == "idle actions: none"
+
+
+def test_a_last_tick_of_two_chunks_and_two_kinds_of_backwards_is_not_masked() -> None:
+    program = with_ends_apart(lower_schedule(resolve_schedule("interleaved", 2), 8, 4))
+    *runs, last = program.runs
+    assert last.backward is not None
+    for chunks, splits, is_masked in (
+        ((0,), (False,), True),
+        ((0, 1), (False,), False),
+        ((0,), (False, True), False),
+        ((0, 1), (False, True), False),
+    ):
+        backward = replace(last.backward, idle=Idle.BRANCH, chunks=chunks, splits=splits)
+        changed = replace(program, runs=(*runs, replace(last, backward=backward)))
+        planned = with_idle(changed, IdlePolicy(masks_ends=True)).runs[-1].backward
+        assert planned is not None
+        assert (planned.idle is Idle.MASK) == is_masked
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (ActionMode(Idle.NEVER, (0,)), False),
+        (ActionMode(Idle.LOOP, (0,), (False,)), False),
+        (ActionMode(Idle.BRANCH, (0,)), True),
+        (ActionMode(Idle.NEVER, (0, 1)), True),
+        (ActionMode(Idle.NEVER, (0, 1), branches_on_chunk=False), False),
+        (ActionMode(Idle.NEVER, (0,), (False, True), branches_on_chunk=False), True),
+    ],
+)
+def test_a_switch_is_for_more_than_one_branch(mode: ActionMode, expected: bool) -> None:
+    assert mode.has_branches == expected
