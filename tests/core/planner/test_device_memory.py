@@ -7,13 +7,15 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _jobs import TOKENS, model, settings
 from _settings import make_settings
 
 from jaxpipe import LayerSpec, PipeDataParallelTopology, PipelineModule
 from jaxpipe.config import load_config
-from jaxpipe.core.pipeline import configure_model
+from jaxpipe.core.pipeline import configure_model, trace_model
 from jaxpipe.core.planner import HARDWARE, Counted, Job, make_plan
 from jaxpipe.core.planner._calibrate import limit_of
+from jaxpipe.core.planner._choose import SearchSpace, candidates
 from jaxpipe.core.planner._memory import bytes_per_param
 from jaxpipe.data import Batch
 from jaxpipe.errors import ConfigError
@@ -88,3 +90,20 @@ def test_a_limit_on_memory_that_something_keeps_to(section: dict[str, str]) -> N
     asked = load_config(LIMITED | {"pipeline": {"memory_limit_gb": 80, **section}})
     configure_model(MODEL.replace(partition_method="best"), asked)
     assert limit_of(asked.pipeline, MESH) == 80 * 10**9
+
+
+@pytest.mark.parametrize(("cut", "is_more"), [((0, 2, 3, 4, 6), False), ((0, 3, 5, 7, 10), True)])
+def test_a_scanned_trunk_has_its_weights_and_residuals_twice(
+    cut: tuple[int, ...], is_more: bool
+) -> None:
+    """A trunk of one layer is not scanned."""
+    sizes = []
+    for scans in (False, True):
+        section = {"schedule": "1f1b", "split_vocabulary": False, "scan_trunk": scans}
+        config = load_config(settings(pipeline=section))
+        module = configure_model(model(cut[-1] - 2, partition_method=cut), config)
+        entry = (TOKENS, TOKENS)
+        job = trace_model(module, MESH, entry, config, 8, optax.adamw(1e-3))
+        (found,) = candidates(job, SearchSpace.of(config.pipeline))
+        sizes.append(found.memory.temporaries)
+    assert (sizes[1] > sizes[0]) == is_more
