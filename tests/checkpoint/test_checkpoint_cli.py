@@ -5,13 +5,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from _saved import copied, files_with, flip, saved, trained
 
 import jaxpipe
-from jaxpipe.checkpoint import inspect_checkpoint, load_params, load_safetensors
+from jaxpipe.checkpoint import (
+    _cli,
+    export_safetensors,
+    inspect_checkpoint,
+    load_params,
+    load_safetensors,
+)
 from jaxpipe.checkpoint.__main__ import main
 from jaxpipe.core.state import state_arrays
 from jaxpipe.layers import flatten_dict
@@ -135,16 +142,27 @@ def test_export_lists_what_it_wrote(
         ("4096B", 4096),
         ("4KiB", 4096),
         ("4.096 kB", 4096),
-        ("5GB", None),
-        ("1.5T", None),
+        ("2mib", 2097152),
+        ("5GB", 5_000_000_000),
+        ("1.5T", 1_500_000_000_000),
     ],
 )
-def test_sizes_have_units(root: Path, tmp_path: Path, text: str, limit: int | None) -> None:
+def test_sizes_have_units(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, limit: int
+) -> None:
+    limits: list[Any] = []
+
+    def export(*args: Any, max_shard_bytes: int) -> Any:
+        limits.append(max_shard_bytes)
+        return export_safetensors(*args, max_shard_bytes=max_shard_bytes)
+
+    monkeypatch.setattr(_cli, "export_safetensors", export)
     target = tmp_path / "m.safetensors"
     assert main(["export", str(saved(root)), "--out", str(target), "--max-shard-bytes", text]) == 0
-    shards = list(tmp_path.glob("m-*"))
-    assert (shards == []) == (limit is None)
-    assert target.exists() == (limit is None)
+    assert limits == [limit]
+    is_one_file = limit > 1_000_000
+    assert (list(tmp_path.glob("m-*")) == []) == is_one_file
+    assert target.exists() == is_one_file
 
 
 @pytest.mark.parametrize(

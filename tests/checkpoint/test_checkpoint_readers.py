@@ -18,6 +18,8 @@ from jaxpipe.checkpoint import (
     inspect_checkpoint,
     load_collections,
     load_params,
+    open_checkpoint,
+    reread,
     verify_checkpoint,
 )
 from jaxpipe.checkpoint import _open as opening
@@ -169,6 +171,23 @@ def test_a_directory_that_is_listed_while_its_only_checkpoint_is_replaced(
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
     assert make_engine(1500).load_checkpoint(path) == (str(path / "global_step2"), {})
+
+
+def test_a_damaged_commit_that_is_replaced_while_it_is_read(run: Run, tmp_path: Path) -> None:
+    """The job that saves writes a whole one there."""
+    save(run, tmp_path, 1, "best")
+    commit = tmp_path / "best" / "commit.json"
+    whole = commit.read_bytes()
+    commit.write_bytes(whole[:-9])
+
+    def read() -> str:
+        try:
+            return open_checkpoint(tmp_path / "best").tag
+        except CheckpointError:
+            commit.write_bytes(whole)
+            raise
+
+    assert reread(tmp_path / "best", read) == "best"
 
 
 def test_a_tag_that_vanished_is_named(run: Run, tmp_path: Path) -> None:

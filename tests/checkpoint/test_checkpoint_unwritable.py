@@ -189,10 +189,15 @@ def saving_failure(run: Run, path: Path) -> str:
 
 
 @pytest.mark.parametrize("num_bytes", sweep(1, [5 * PAGE, 0, 1000]))
-def test_files_that_may_not_grow(run: Run, tmp_path: Path, num_bytes: int) -> None:
+def test_files_that_may_not_grow(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    """The failure is told once what was written is gone, without waiting for more to come."""
+    monkeypatch.setattr(_writer, "_CLEANING_S", 30.0)
     before = run.held()
     run.engine.save_checkpoint(tmp_path, "one")
     one = listing(tmp_path)
+    begin = time.monotonic()
     with (
         limited_files(num_bytes),
         pytest.raises(
@@ -201,6 +206,7 @@ def test_files_that_may_not_grow(run: Run, tmp_path: Path, num_bytes: int) -> No
         ),
     ):
         run.engine.save_checkpoint(tmp_path, "one")
+    assert time.monotonic() < begin + 30
     assert_holds(run, before)
     assert listing(tmp_path) == one
     run.engine.load_checkpoint(tmp_path)
