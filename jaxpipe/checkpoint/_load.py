@@ -96,7 +96,7 @@ def load_state(
             if model.missing or model.misshapen
             else ""
         )
-        warnings.warn(f"{text}{others}The rest is loaded.", stacklevel=7)
+        warnings.warn(f"{text}{others}The rest is loaded.", stacklevel=8)
     # An average that is missing or incomplete starts from the parameters.
     begins = pipeline.plan.config.ema is not None and (
         not optimizer
@@ -324,7 +324,7 @@ def _compare_optimizer(
                 f"{text} Use the same optimizer, or {fits}reset its state with {argument}=False."
             )
         warnings.warn(
-            f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=8
+            f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=9
         )
     return found.fitting
 
@@ -363,5 +363,5 @@ def _warn_of_casts(
         warnings.warn(
             f"{len(cast)} arrays have another dtype than the checkpoint's and are converted, such "
             f"as {first} from {stored[first].dtype} to {wanted[first].dtype}.",
-            stacklevel=8,
+            stacklevel=9,
         )

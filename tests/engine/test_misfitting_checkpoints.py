@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -100,6 +101,20 @@ def test_what_fits_in_an_engine_that_has_no_state_yet(adam: Run) -> None:
     assert_same(leaves(engine), adam.late.leaves, leaves(engine))
 
 
+def test_warnings_name_the_line_that_loads(adam: Run) -> None:
+    layers = LayerSpec(nn.Dense, 3, param_dtype=jnp.bfloat16), LayerSpec(nn.Dense, 2)
+    engine = build(module(*layers, data=2))
+    with pytest.warns(UserWarning, match="of another shape|another dtype") as caught:
+        engine.load_checkpoint(adam.folder, load_module_strict=False)
+    unfit, cast = (str(one.message) for one in caught)
+    assert "of another shape: layers/1_Dense/bias (float32[1], not float32[2])" in unfit
+    assert "params/layers/0_Dense/bias from float32 to bfloat16" in cast
+    assert {one.filename for one in caught} == {__file__}
+    kernel = engine.module_state_dict()["layers"]["0_Dense"]["kernel"]
+    wanted = adam.late.leaves["params/layers/0_Dense/kernel"]
+    np.testing.assert_array_equal(kernel, wanted.astype(jnp.bfloat16))
+
+
 @pytest.mark.slow
 def test_given_parameters_stay_where_nothing_fits(adam: Run) -> None:
     given = dense(3, 2, stages=1).init(jax.random.key(9), np.ones((2, FEATURES), np.float32))
@@ -137,8 +152,9 @@ def test_training_less_than_before(adam: Run) -> None:
     assert_refused(CheckpointError, words, engine.load_checkpoint, adam.folder)
     with pytest.warns(
         UserWarning, match=r"unexpected: inner_state/0/mu/layers/0_Dense, .*What fits is loaded"
-    ):
+    ) as caught:
         engine.load_checkpoint(adam.folder, load_module_strict=False)
+    assert caught[0].filename == __file__
     found = leaves(engine)
     assert_same(found, adam.late.leaves, found)
     assert any(
