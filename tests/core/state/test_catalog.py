@@ -89,6 +89,7 @@ def test_leaves_share_no_element_and_their_copies_are_whole(make: Callable[[], P
             counts = [len(span.rows) * (span.stop - span.start) for span in copy]
             assert all(count >= np.prod(leaf.slice_shape()) for count in counts), key
             for span in copy:
+                assert 0 <= span.start <= span.stop <= seen[span.array].shape[1], key
                 for row in span.rows:
                     assert not seen[span.array][row, span.start : span.stop].any(), key
                     seen[span.array][row, span.start : span.stop] = True

@@ -14,7 +14,7 @@ from _optimizers import refusing_empty_trees
 from _stages import make_mesh, on_devices, struct
 
 from jaxpipe import LayerSpec, PipelineModule
-from jaxpipe.core.state import ModelParams, Updater, opt_state_keys
+from jaxpipe.core.state import ModelParams, Updater, opt_state_keys, zero_sharding
 from jaxpipe.core.state._zero import ByElements, ByLeaves, Replicated, ShardLayout
 from jaxpipe.layers import flatten_dict, layer_signatures, unflatten_dict
 from jaxpipe.schedules import OneFOneBSchedule, lower_schedule
@@ -88,6 +88,30 @@ def test_names_in_trunk_and_off_it() -> None:
     ]
     assert params.stages[1].trunk["trunk/0/0/kernel"] == ("layers", "3_Dense", "kernel")
     assert (params.tied, params.stacked_off_trunk, params.vocab_names) == ({}, [], [])
+
+
+def lower_triangle(path: Any, x: jax.Array) -> jax.Array:
+    """Of one kernel of the second stage, which is 4 x 4 where it is whole."""
+    is_kernel = jax.tree_util.keystr(path, simple=True, separator="/") == "layers/3_Dense/kernel"
+    return x * np.tri(4, dtype=np.float32) if is_kernel else x
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "form"),
+    [
+        pytest.param(ADAMW, ByElements, id="by element"),
+        pytest.param(optax.lamb(0.1), ByLeaves, id="by leaf"),
+        pytest.param(
+            optax.stateless(lambda updates, _: jax.tree.map_with_path(lower_triangle, updates)),
+            ByLeaves,
+            id="fails with pieces",
+        ),
+    ],
+)
+def test_leaves_stay_whole_where_the_optimizer_needs_them_whole(
+    optimizer: optax.GradientTransformation, form: type[ShardLayout]
+) -> None:
+    assert isinstance(zero_sharding(model().params, optimizer, 2, {}).trained, form)
 
 
 @pytest.mark.parametrize(
