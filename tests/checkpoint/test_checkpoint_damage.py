@@ -576,6 +576,12 @@ def span_of(index: dict[str, Any]) -> dict[str, Any]:
     return index["leaves"]["params/layers/0_Averaging/Dense_0/kernel"]["spans"][0]
 
 
+def last_span_of(index: dict[str, Any]) -> dict[str, Any]:
+    """The one that begins farthest behind."""
+    spans = [span for leaf in index["leaves"].values() for span in leaf["spans"]]
+    return max(spans, key=lambda span: span["start"])
+
+
 EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "row": lambda index: span_of(index).update(rows=[2]),
     "row-below-zero": lambda index: span_of(index).update(rows=[-1]),
@@ -583,12 +589,19 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "stop": lambda index: span_of(index).update(stop=10**9),
     "backwards": lambda index: span_of(index).update(start=7, stop=3),
     "short": lambda index: span_of(index).update(stop=span_of(index)["start"] + 1),
+    "short-at-the-end": lambda index: last_span_of(index).update(
+        stop=last_span_of(index)["start"] + 1
+    ),
     "array": lambda index: span_of(index).update(array="no/such/array"),
     "no-spans-entry": lambda index: span_of(index).pop("stop"),
     "no-arrays": lambda index: index.pop("arrays"),
     "no-steps": lambda index: index.pop("global_steps"),
     "no-list": lambda index: index.update(leaves=[1]),
     "adapter": lambda index: index.update(adapters=list(index["leaves"])[:1]),
+    "excluded": lambda index: index.update(excluded=list(index["leaves"])[:1]),
+    "hashes": lambda index: index["arrays"]["params/packed/float32"].update(
+        sha256=[0 for _ in index["arrays"]["params/packed/float32"]["sha256"]]
+    ),
     "dtype": lambda index: index["leaves"]["params/layers/0_Averaging/Dense_0/kernel"].update(
         dtype="int32"
     ),
