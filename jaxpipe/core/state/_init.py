@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._util.typing import Path, PyTree
 from jaxpipe.distributed import log
+from jaxpipe.errors import counted
 from jaxpipe.layers import ModelTrace, PipelineModule, flatten_dict, split_path
 from jaxpipe.programs.jaxpr import (
     flatten,
@@ -121,7 +122,7 @@ class StageInit:
         names = list(dict.fromkeys(self._module.layers[index].name for index in indices))
         if names:
             fault = self._recipe(indices[0]).fault
-            more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
+            more = f" and {counted(len(names) - 1, 'more layer')}" if len(names) > 1 else ""
             log(
                 logging.INFO,
                 "%s of %s%s are made in host memory: the initialiser %s",

@@ -232,25 +232,29 @@ class Mixed(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layer", "fault"),
+    ("layers", "fault", "more"),
     [
-        (LayerSpec(Table, 0.5), "holds arrays"),
-        (LayerSpec(Mixed, "callback"), "calls Python back"),
-        (LayerSpec(Mixed, "rbg"), "draws with another generator than threefry"),
+        ([LayerSpec(Table, 0.5)], "holds arrays", ""),
+        ([LayerSpec(Mixed, "callback")] * 2, "calls Python back", " and 1 more layer"),
+        (
+            [LayerSpec(Mixed, "rbg")] * 3,
+            "draws with another generator than threefry",
+            " and 2 more layers",
+        ),
     ],
 )
 def test_what_only_the_host_can_make_is_made_there(
-    layer: Any, fault: str, caplog: pytest.LogCaptureFixture
+    layers: Any, fault: str, more: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "jaxpipe")
     pipeline, wanted = build(
-        [LayerSpec(nn.Dense, SIZE), layer, LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)]
+        [LayerSpec(nn.Dense, SIZE), *layers, LayerSpec(nn.Dense, SIZE), LayerSpec(nn.Dense, SIZE)]
     )
     found = pipeline.params_tree(pipeline.init().params)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     lines = [r.getMessage() for r in caplog.records if "host memory" in r.getMessage()]
-    name = f"1_{layer.typename.__name__}"
-    assert lines == [f"params of {name} are made in host memory: the initialiser {fault}"]
+    name = f"1_{layers[0].typename.__name__}"
+    assert lines == [f"params of {name}{more} are made in host memory: the initialiser {fault}"]
 
 
 class Normed(nn.Module):
