@@ -32,13 +32,14 @@ MODEL = leaves(
     params__layers__0_Dense__kernel=(4, 3),
     params__layers__0_Dense__bias=(3,),
     params__layers__1_Dense__kernel=(3, 1),
+    params__layers__2_Norm__scale=(3,),
     params__tied__table__embedding=(11, 8),
     opt_state__inner_state__0__count=("int32", ()),
     opt_state__inner_state__0__mu__layers__0_Dense__kernel=(4, 3),
     opt_state__inner_state__0__mu__layers__0_Dense__bias=(3,),
     opt_state__inner_state__0__mu__tied__table__embedding=(11, 8),
-    collections__1_Norm__batch_stats__mean=(3,),
-    collections__1_Norm__batch_stats__var=(3,),
+    collections__2_Norm__batch_stats__mean=(3,),
+    collections__2_Norm__batch_stats__var=(3,),
 )
 
 
@@ -77,8 +78,10 @@ def test_every_key_is_named_once(held_keys: list[str], wanted_keys: list[str]) -
         ),
         (("params/tied",), "missing: tied/table"),
         (("params/tied", "params/layers/1"), "missing: layers/1_Dense, tied/table"),
-        (("collections/1_Norm/batch_stats/mean",), "missing: 1_Norm/batch_stats/mean"),
-        (("collections",), "missing: layers/1_Norm"),
+        (("collections/2_Norm/batch_stats/mean",), "missing: 2_Norm/batch_stats/mean"),
+        (("collections",), "missing: layers/2_Norm"),
+        (("params/layers/2_Norm",), "missing: layers/2_Norm"),
+        (("params/layers/2_Norm", "collections"), "missing: layers/2_Norm"),
         (("opt_state/inner_state/0/count",), "missing: inner_state/0/count"),
         (
             ("opt_state/inner_state/0/mu/layers/0_Dense/bias",),
@@ -112,11 +115,11 @@ def test_other_shapes_with_both() -> None:
 
 def test_all_kinds_of_difference_in_one_line() -> None:
     held = without("params/layers/1") | leaves(
-        params__layers__0_Dense__bias=(2,), params__layers__2_New__kernel=(1,)
+        params__layers__0_Dense__bias=(2,), params__layers__3_New__kernel=(1,)
     )
     found = compare(held, MODEL, everything)
     assert found.describe(held, MODEL) == (
-        "missing: layers/1_Dense; unexpected: layers/2_New; "
+        "missing: layers/1_Dense; unexpected: layers/3_New; "
         "of another shape: layers/0_Dense/bias (float32[2], not float32[3])"
     )
 

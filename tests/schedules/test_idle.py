@@ -80,10 +80,12 @@ def test_kinds_of_backwards_are_listed() -> None:
 
 
 def test_ends_are_computed_where_they_have_one_kind() -> None:
-    program = with_idle(with_ends_apart(lower_schedule("1f1b", 8, 4)), IdlePolicy(masks_ends=True))
-    first, *inner, last = program.runs
-    assert idles(first) == idles(last) == [Idle.MASK]
-    assert not any(Idle.MASK in idles(run) for run in inner)
+    """Of three stages, a run inside has one tick of one kind too, and is no end."""
+    for num_stages in (3, 4):
+        program = with_ends_apart(lower_schedule("1f1b", 8, num_stages))
+        first, *inner, last = with_idle(program, IdlePolicy(masks_ends=True)).runs
+        assert idles(first) == idles(last) == [Idle.MASK]
+        assert not any(Idle.MASK in idles(run) for run in inner)
 
 
 def test_one_device_has_its_loss_in_every_tick() -> None:

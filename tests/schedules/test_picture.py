@@ -2,8 +2,10 @@
 
 import importlib
 import json
+import re
 import xml.etree.ElementTree as ET
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -112,6 +114,19 @@ def test_actions_fill_the_width_and_have_their_number_where_it_fits() -> None:
     texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
     numbers = Counter(text for text in texts if text and text.isdecimal())
     assert numbers == {str(m): 2 if m < 10 else 1 for m in range(num_microbatches)}
+
+
+def test_actions_lie_on_the_lane_of_their_stage() -> None:
+    root = ET.fromstring(draw("1f1b", M, S).svg())
+    rects = list(root.iter("{http://www.w3.org/2000/svg}rect"))
+    lanes = [float(one.attrib["y"]) for one in rects if one.get("class") == "jaxpipe-lane"]
+    found = {
+        (int(re.findall(r"on stage (\d+)", one[0].text or "")[0]), float(one.attrib["y"]))
+        for one in rects
+        if len(one)
+    }
+    assert sorted(found) == list(enumerate(lanes))
+    assert all(y + float(rects[-1].attrib["height"]) < after for y, after in pairwise(lanes))
 
 
 def test_what_may_be_drawn() -> None:
