@@ -5,9 +5,11 @@ The save is told as failed, no checkpoint is lost, and the next one works.
 
 import errno
 import logging
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from _one_run import Run, assert_holds, make_run
 from _storage import Storage
 
 from jaxpipe.checkpoint import (
+    _store,
     _writer,
     committed_tags,
     export_safetensors,
@@ -226,3 +229,18 @@ def test_what_failed_is_said_once(
     assert len(traceback.format_exception(caught.value)) < 40
     assert "Traceback" not in caplog.text
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_only_late_writes_of_orbax_are_kept_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    _store._orbax.__wrapped__()  # as the first save does
+    late = SimpleNamespace(exc_value=RuntimeError("Event loop is closed"), object=None)
+    others = [
+        SimpleNamespace(exc_value=RuntimeError("a user's own"), object=None),
+        SimpleNamespace(exc_value=RuntimeError("Event loop is closed"), object=shown),
+        SimpleNamespace(exc_value=ValueError("Event loop is closed"), object=None),
+    ]
+    for report in (late, *others):
+        sys.unraisablehook(report)  # type: ignore[arg-type]
+    assert shown == others

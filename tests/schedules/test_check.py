@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from jaxpipe.schedules import (
     LoadMicroBatch,
     OneFOneBSchedule,
     OptimizerStep,
+    PipeInstruction,
     PipeSchedule,
     RecvActivation,
     RecvGrad,
@@ -115,6 +116,23 @@ def test_chunks_hand_over_within_a_stage_in_time(timed: dict[str, type[PipeSched
     with pytest.raises(ScheduleError, match=match) as caught:
         check_schedule(Late, 2, 1)
     assert "[1F1+1B1]" in str(caught.value)
+
+
+def test_a_chunk_that_waits_for_another_of_its_stage(timed: dict[str, type[PipeSchedule]]) -> None:
+    class Turned(timed["FoldedSchedule"]):  # type: ignore[misc]
+        """Microbatches pass chunk 1 before chunk 0, which is examined first."""
+
+        def virtual_stage(self, stage: int, chunk: int) -> int:
+            return super().virtual_stage(stage, 1 - chunk)
+
+    class Unfinished(Turned):
+        def steps(self) -> Iterator[list[PipeInstruction]]:
+            yield from [list(commands) for commands in super().steps()][:-1]
+
+    check_schedule(Turned, 1, 1)
+    words = "chunk_id=0 without the backward of the chunk before it, on this stage. Add it"
+    with pytest.raises(ScheduleError, match=words):
+        check_schedule(Unfinished, 1, 1)
 
 
 def test_large_grids_are_windowed_around_the_bad_cell(listed: Build) -> None:

@@ -29,6 +29,17 @@ def test_equal_programs_share_a_branch(numbers: list[int], branches: int) -> Non
     assert [len(eqn.params["branches"]) for eqn in found] == ([branches] if branches else [])
 
 
+def test_one_program_is_traced_once() -> None:
+    traced: list[int] = []
+
+    def run(stage: int, x: jax.Array) -> jax.Array:
+        traced.append(stage)
+        return x + 1
+
+    assert int(switch_stages(jnp.int32(0), range(1), run, jnp.int32(10))) == 11
+    assert traced == [0]
+
+
 def test_a_table_says_which_branch_an_index_has() -> None:
     branches = [add(1), add(20), add(300)]
     assert [
