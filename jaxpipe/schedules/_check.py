@@ -91,10 +91,10 @@ def check_schedule(
 
 def checked_schedule(
     schedule: AnySchedule,
-    num_microbatches: int | None = None,
-    num_stages: int | None = None,
+    num_microbatches: int | None,
+    num_stages: int | None,
     *,
-    training: bool = True,
+    training: bool,
 ) -> CheckedSchedule:
     """Check a schedule as `check_schedule` does, and return the microbatch of every instruction."""
     schedules = stage_schedules(schedule, num_microbatches, num_stages)
