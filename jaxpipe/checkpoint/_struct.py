@@ -11,7 +11,7 @@ import numpy as np
 from jaxpipe._util.typing import PyTree
 
 _NAME = re.compile("[a-z][a-z0-9_]{0,31}")  # NumPy parses other names as Python
-_MOST_DIMS = 32
+_MOST_DIMS = 64  # of an array of NumPy 2, and so of anything that is saved
 _MOST_BYTES = 1 << 62
 
 

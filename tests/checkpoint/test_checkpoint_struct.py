@@ -33,3 +33,13 @@ def test_other_nodes_are_not_written(node: object) -> None:
     assert dump_struct(node) is None
     assert dump_struct((ARRAY, node)) is None
     assert dump_struct({"inner": node, "a": ARRAY}) is None
+
+
+def test_as_many_dims_come_back_as_an_array_may_have() -> None:
+    tree = np.zeros((1,) * 64, np.float32)
+    dumped = dump_struct(tree)
+    assert load_struct(dumped) == jax.ShapeDtypeStruct(tree.shape, tree.dtype)
+    with pytest.raises(ValueError, match="maximum supported dimension"):
+        tree.reshape((1,) * 65)
+    with pytest.raises(ValueError, match="is not a shape"):
+        load_struct({**dumped, "shape": [*dumped["shape"], 1]})
