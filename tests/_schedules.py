@@ -156,6 +156,21 @@ class SplitByTurnsSchedule(SplitSchedule):
         return microbatch % 2 == 1
 
 
+class TurnedSchedule(SplitByTurnsSchedule):
+    """From the last stage to the first, every second backward split, its gradients in one step."""
+
+    weight_delay = 0
+
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        return self.stages - 1 - stage
+
+    def forward_time(self, stage: int, chunk: int, microbatch: int) -> int:
+        return super().forward_time(self.virtual_stage(stage, chunk), chunk, microbatch)
+
+    def backward_time(self, stage: int, chunk: int, microbatch: int) -> int:
+        return super().backward_time(self.virtual_stage(stage, chunk), chunk, microbatch)
+
+
 class OneByOneSchedule(TimedSchedule):
     """One microbatch after the other, the last one first, each through the whole model and back."""
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from _covering import sweep
 from _numbers import PRIMES, Gain, Numbers, Reporter, Scale, on_stages
+from _schedules import TurnedSchedule
 
 from jaxpipe import LayerSpec
 from jaxpipe.core.executor._batch import WHOLE, DeviceBatch
@@ -161,15 +162,28 @@ def total_over_stages(outputs: jax.Array | SplitLogits, labels: jax.Array) -> ja
     return total * labels.sum()
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize("schedule", sweep(1, ["zero-bubble", "1f1b"]))
+@pytest.mark.parametrize(
+    ("schedule", "overlaps"),
+    sweep(
+        3,
+        [
+            ("zero-bubble", True),
+            ("zero-bubble", False),
+            (TurnedSchedule, False),
+            ("1f1b", True),
+            ("1f1b", False),
+            (TurnedSchedule, True),
+        ],
+        unpack=True,
+    ),
+)
 def test_split_first_and_last_layers_have_gradients_on_all_stages(
-    schedule: str, overlaps: bool
+    schedule: str | type, overlaps: bool
 ) -> None:
     """A table of two rows and a head of two words, one on each stage."""
     embed, head = LayerSpec(VocabEmbed, STAGES, 1), LayerSpec(VocabHead, STAGES, use_bias=False)
     numbers = Numbers(
-        [embed, Scale, Scale, head],
+        [embed, MATRIX, MATRIX, head],
         [0, 2, 4],
         STAGES,
         example=jnp.zeros(1, jnp.int32),
@@ -179,7 +193,7 @@ def test_split_first_and_last_layers_have_gradients_on_all_stages(
     )
     assert numbers.stage.vocab_input is not None
     assert numbers.stage.vocab_loss is not None
-    words = [1, 0, 1]
+    words = [1, 0, 0]
     found = trained(numbers, jnp.asarray(words, jnp.int32).reshape(MICROBATCHES, 1))
     labels = sum(LABELS)
     middle = product(PRIMES[1:3])
