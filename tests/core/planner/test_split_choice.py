@@ -115,7 +115,10 @@ def test_what_cannot_be_split_stays_whole(module: PipelineModule, note: str) -> 
     assert re.search(note, said[0])
 
 
-@pytest.mark.parametrize(("num_stages", "section"), [(1, {}), (2, {"split_vocabulary": False})])
+@pytest.mark.parametrize(
+    ("num_stages", "section"),
+    [(1, {"overlap_vocabulary": True}), (2, {"split_vocabulary": False})],
+)
 def test_one_stage_and_no_wish_leave_it_whole(num_stages: int, section: dict[str, Any]) -> None:
     pipeline = built(model(ROWS, num_stages=num_stages), **section)
     assert not pipeline.stage.ends.layers
