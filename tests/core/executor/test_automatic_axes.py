@@ -4,6 +4,7 @@ Optimisers and meshes, and that it costs nothing where there is none.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -140,18 +141,46 @@ def test_state_is_divided_as_its_parameter_is_where_it_has_its_shape(
     assert [x.sharding.spec for x in found] == [specs[x.shape] for x in found]
 
 
-def test_a_value_between_layers_is_divided_as_the_layer_says_or_by_samples() -> None:
-    """Over `fsdp` only what no layer divides; the head divides its output over `model`."""
+@functools.cache
+def on_fsdp_and_model() -> Pipeline:
+    """An embedding, four blocks and a head on two stages."""
     layers, loss_fn = MODELS["linen"]
     topology = ProcessTopology(["pipe", "data", "fsdp", "model"], [2, 1, 2, 2])
     module = PipelineModule(layers(), topology=topology, loss_fn=loss_fn)
     example = jax.tree.map(lambda x: x[0], make_batch(data=2))
-    pipeline = Pipeline(module, SGD, make_pipeline_mesh(topology), example, 2)
+    return Pipeline(module, SGD, make_pipeline_mesh(topology), example, 2)
+
+
+def test_a_value_between_layers_is_divided_as_the_layer_says_or_by_samples() -> None:
+    """Over `fsdp` only what no layer divides; the head divides its output over `model`."""
+    pipeline = on_fsdp_and_model()
     trace = pipeline.trace
     specs = trace.on_mesh(lambda: boundary_specs(pipeline.module, trace, [0, 1, 3, 6, 1]))
     head = P(None, None, "model")
     # Tokens are integers, which stay whole.
     assert specs == [P(), P("fsdp"), P("fsdp"), head, P("fsdp")]
+
+
+def test_residuals_are_divided_likewise() -> None:
+    """Of two blocks the input, two statistics of its norm, and the hidden values; and tokens."""
+    num_tokens = make_batch(data=2)[0][0].size
+    of_a_token = 1 + 2 * (DIM + 2 + HIDDEN) // 2
+    assert on_fsdp_and_model().sizes.residual_bytes == (4 * num_tokens * of_a_token, 0)
+
+
+def test_gradients_of_a_block_are_divided_before_the_backward_of_the_block_before() -> None:
+    pipeline = on_fsdp_and_model()
+    program = pipeline.stage.trunk._program
+    params, residuals = program.segment.struct, program.residuals.structs
+    x = jax.ShapeDtypeStruct((*make_batch(data=2)[0][0].shape, DIM), jnp.float32)
+
+    def backward(params: Any, residuals: Any, gradient: Any) -> Any:
+        return program.backward(params, residuals, [gradient], jnp.float32(0), split=False).grads
+
+    traced = pipeline.trace.on_mesh(lambda: jax.make_jaxpr(backward)(params, residuals, x))
+    constraints = [eqn for eqn in traced.eqns if eqn.primitive.name == "sharding_constraint"]
+    hidden, narrow, wide = P(None, None, "model"), P("model", "fsdp"), P("fsdp", "model")
+    assert [eqn.params["sharding"].spec for eqn in constraints] == 2 * [hidden, narrow, wide]
 
 
 @pytest.mark.soak

@@ -1,5 +1,6 @@
 """Bytes of a stage's memory, and the limit that is kept to."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -107,3 +108,22 @@ def test_a_scanned_trunk_has_its_weights_and_residuals_twice(
         (found,) = candidates(job, SearchSpace.of(config.pipeline))
         sizes.append(found.memory.temporaries)
     assert (sizes[1] > sizes[0]) == is_more
+
+
+def test_gathers_in_each_tick_need_a_second_whole_layer_and_time() -> None:
+    width, found = 64, {}
+    mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 4), jax.devices())
+    layers = [LayerSpec(nn.Dense, width) for _ in range(4)]
+    module = PipelineModule(layers, 2, loss_fn=lambda y, t: ((y - t) ** 2).mean())
+    x = jax.ShapeDtypeStruct((16, width), np.float32)
+    for gathers in ("step", "tick"):
+        section = {"schedule": "1f1b", "gather_weights": gathers}
+        config = load_config(settings(pipeline=section, zero_optimization={"stage": 3}))
+        job = trace_model(module, mesh, (x, x), config, 8, optax.adamw(1e-3))
+        slow = dataclasses.replace(HARDWARE["h200"], wire_bytes_per_s=1e3)
+        job = dataclasses.replace(job, hardware=slow)
+        (found[gathers],) = candidates(job, SearchSpace.of(config.pipeline))
+    step, tick = found["step"], found["tick"]
+    in_16_bits = 2 * (width + 1) * width
+    assert tick.memory.temporaries == step.memory.temporaries + in_16_bits
+    assert tick.ticks_s > step.ticks_s
