@@ -251,3 +251,15 @@ def test_profiles_name_the_layers_of_all_virtual_stages_that_run_the_program() -
     assert program._label(1, 2) == "2_Noise,6_Noise"
     # The second layer of every group of two.
     assert program._label(1, None, 2) == "2_Noise,4_Noise,6_Noise,8_Noise"
+
+
+def test_profiles_name_each_layer_once() -> None:
+    numbers = noisy()
+    program = trunk(numbers)
+    params = leaves(program.segment, numbers)
+
+    def run(params: Any) -> jax.Array:
+        return program.run(params, one(X), context(numbers, program, 0), train=True)[0]
+
+    names = [str(eqn.source_info.name_stack) for eqn in jax.make_jaxpr(run)(params).eqns]
+    assert {name.split("/")[0] for name in names} == {"", *(f"{i}_Noise" for i in range(1, 5))}
