@@ -178,6 +178,7 @@ def test_recompute_is_counted() -> None:
     )
     assert again.backward_s > plain.backward_s
     assert again.residual_bytes == x.nbytes < plain.residual_bytes == again.recomputed_bytes
+    assert plain.recomputed_bytes == 0
 
 
 @pytest.mark.parametrize("costs_of", [measured, counted])

@@ -30,6 +30,7 @@ from jaxpipe.checkpointing import (
     save_reduced,
     save_whole,
 )
+from jaxpipe.programs.autodiff import without_complex
 from jaxpipe.topology import make_pipeline_mesh
 
 DIM, HIDDEN, BLOCKS, MICROBATCHES, MICROBATCH = 8, 24, 4, 4, 2
@@ -258,7 +259,8 @@ def test_branches_keep_what_is_named() -> None:
 
 def test_complex_values_are_recomputed() -> None:
     x = jnp.ones(3)
-    for policy in (save_reduced, save_whole):
+    every = without_complex(jax.checkpoint_policies.everything_saveable)
+    for policy in (save_reduced, save_whole, every):
         run = jax.checkpoint(lambda x: jnp.abs(reduced(jnp.exp(1j * x)) ** 2), policy=policy)
         np.testing.assert_allclose(
             jax.grad(lambda x, run=run: run(x).sum())(x), jnp.zeros(3), atol=1e-6
