@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from _numbers import PRIMES, Gain, Noise, Numbers, Reporter, Scale, Sided
+from _numbers import PRIMES, Gain, Noise, Numbers, Reporter, Scale, Sided, times
 
 from jaxpipe.core.executor._batch import Microbatch
 from jaxpipe.core.executor._results import LossResult
@@ -39,11 +39,19 @@ def reporting() -> Numbers:
     return Numbers([Scale, Scale, Gain, Reporter], [0, 1, 4], 2)
 
 
-def test_sums_are_as_they_are_and_gradients_times_the_cotangent() -> None:
-    numbers = Numbers([Scale, Scale, Gain, Gain], [0, 1, 4], 2)
+def measured_times(outputs: jax.Array, labels: jax.Array) -> Any:
+    return times(outputs, labels), 3.0, {"size": outputs.sum()}
+
+
+@pytest.mark.parametrize(("loss_fn", "metrics"), [(times, []), (measured_times, [3.0])])
+def test_sums_are_as_they_are_and_gradients_times_the_cotangent(
+    loss_fn: Any, metrics: list[float]
+) -> None:
+    """Metrics have no gradient."""
+    numbers = Numbers([Scale, Scale, Gain, Gain], [0, 1, 4], 2, loss_fn=loss_fn)
     assert tuple(numbers.stage.cuts[-1].epilogue) == (2, 3)
     result, (a, b) = run(numbers), PRIMES[2:4]
-    assert result.sums.tolist() == [ARRIVED * LABEL * a * b * 100]
+    assert result.sums.tolist() == [ARRIVED * factor * a * b * 100 for factor in (LABEL, *metrics)]
     assert numbers.grads(1, result.grads) == {
         2: ARRIVED * LABEL * b * 100 * MAIN,
         3: ARRIVED * LABEL * a * 100 * MAIN,
