@@ -95,6 +95,7 @@ class Numbers:
         compute_dtype: What layers compute in.
         loss_fn: As for `PipelineModule`.
         example: Inputs and labels of a microbatch; None: one number.
+        microbatches: Microbatches of a step.
         **settings: As for `make_settings`.
     """
 
@@ -110,6 +111,7 @@ class Numbers:
         compute_dtype: Any = None,
         loss_fn: Callable[..., Any] = times,
         example: Any = None,
+        microbatches: int = 3,
         **settings: Any,
     ) -> None:
         module = PipelineModule(
@@ -128,7 +130,7 @@ class Numbers:
             optax.sgd(0.1),
             mesh,
             (example, example, side or {}),
-            3,
+            microbatches,
             make_settings(**settings),
         )
         self.stage: Stage = self.pipeline.stage

@@ -22,9 +22,13 @@ from jaxpipe.data import Batch
 from jaxpipe.layers import VocabEmbed, VocabHead
 from jaxpipe.losses import SplitLogits
 
-STAGES, MICROBATCHES = 2, 3
+STAGES = 2
 MAIN, REPORTED = 0.5, 0.25
-INPUTS, LABELS = [1.0, 2.0, 4.0], [1.0, 3.0, 5.0]
+INPUTS, LABELS = [1.0, 2.0, 4.0, 1.0], [1.0, 3.0, 5.0, 2.0]
+MICROBATCHES = len(INPUTS)
+"""Twice as many as stages: then chunks that take turns have ticks with a forward of one of them and
+a backward of the other.
+"""
 MATRIX = LayerSpec(nn.Dense, 1, use_bias=False)
 """A layer whose gradient a split backward leaves for later."""
 
@@ -123,6 +127,7 @@ def test_every_microbatch_adds_once(schedule: str, chunks: int, skip_idle: bool)
         [Gain, *[MATRIX] * 4, Gain],
         parts,
         STAGES,
+        microbatches=MICROBATCHES,
         schedule=schedule,
         num_chunks=chunks,
         skip_idle=skip_idle,
@@ -141,7 +146,14 @@ def test_every_microbatch_adds_once(schedule: str, chunks: int, skip_idle: bool)
 def test_idle_ticks_report_and_collect_nothing(schedule: str, skip_idle: bool) -> None:
     layers = [Reporter, Scale, Scale, Scale, Scale, Reporter]
     parts = [0, 2, 3, 4, 6] if schedule == "interleaved" else [0, 3, 6]
-    numbers = Numbers(layers, parts, STAGES, schedule=schedule, skip_idle=skip_idle)
+    numbers = Numbers(
+        layers,
+        parts,
+        STAGES,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        skip_idle=skip_idle,
+    )
     found = trained(numbers)
     arrived = sum(INPUTS) * product(PRIMES[:5])
     weighed = [sum(INPUTS) * PRIMES[0], arrived * PRIMES[5]]
@@ -194,12 +206,13 @@ def test_split_first_and_last_layers_have_gradients_on_all_stages(
         STAGES,
         example=jnp.zeros(1, jnp.int32),
         loss_fn=total_over_stages,
+        microbatches=MICROBATCHES,
         schedule=schedule,
         overlap_vocabulary=overlaps,
     )
     assert numbers.stage.vocab_input is not None
     assert numbers.stage.vocab_loss is not None
-    words = [1, 0, 0]
+    words = [1, 0, 0, 0]
     found = trained(numbers, jnp.asarray(words, jnp.int32).reshape(MICROBATCHES, 1))
     labels = sum(LABELS)
     middle = 10 * product(PRIMES[1:4])
