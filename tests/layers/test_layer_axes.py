@@ -275,6 +275,16 @@ def test_a_users_own_mesh_shards_an_annotated_model() -> None:
         np.testing.assert_allclose(model.apply(model.init(KEY, X), X), wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_an_error_on_a_mesh_that_has_the_axes_is_not_about_the_mesh() -> None:
+    def fails(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+        raise ValueError("mine")
+
+    model = _module(_Block()).replace(loss_fn=fails)
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(LayerError, match=r"loss_fn must take .*: mine\."):
+        model.loss(X, X)
+
+
 class _AsksForTheAxis(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.size = jax.lax.axis_size("model")

@@ -4,6 +4,7 @@ And what must not happen outside training.
 """
 
 import functools
+import linecache
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -136,8 +137,10 @@ def _warnings(model: PipelineModule) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            model.init(KEY, X)
             model.replace(base_seed=3).trace(X)
+            model.init(KEY, X)
+    lines = [linecache.getline(each.filename, each.lineno) for each in caught]
+    assert all(".trace(X)" in line for line in lines)
     return [str(each.message) for each in caught]
 
 

@@ -60,6 +60,12 @@ class Language(nn.Module):
         return -jnp.take_along_axis(logs[:, :-1], tokens[:, 1:, None], -1).mean()
 
 
+class TwoHeads(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return nn.Dense(3, name="small")(x), nn.Dense(5, name="large")(x)
+
+
 class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -87,6 +93,11 @@ MODELS: dict[str, tuple[list[Any], Any, set[str]]] = {
         [Rows(), nn.Dense(WIDTH), nn.relu, nn.Dense(3), lambda x: 2 * x, nn.log_softmax],
         TOKENS,
         {"1_Dense/kernel"},
+    ),
+    "two heads": (
+        [LayerSpec(nn.Embed, VOCABULARY, WIDTH), EmbedBlock(), nn.LayerNorm(), TwoHeads()],
+        TOKENS,
+        {"1_EmbedBlock/lm_head/kernel", "1_EmbedBlock/bias/kernel"},
     ),
     "no head": (
         [LayerSpec(Table), EmbedBlock(), nn.LayerNorm()],
