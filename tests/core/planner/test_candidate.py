@@ -85,3 +85,12 @@ def test_halves_of_backwards_write_and_read_what_is_pending() -> None:
     f, i, w = 100, 200 + 2 * 32, 300 + SUMS
     # F, then F beside F and I, then both F, I and W, then I and W on both, and two W.
     assert found.ticks_s == f + (f + i) + (f + i + w) + (i + w) + w + w
+
+
+def test_the_output_is_in_memory_with_its_gradient() -> None:
+    classes, free = 1000, LayerCost(0.0, 0.0)
+    layers = [dense(WIDTH), dense(WIDTH), dense(WIDTH), dense(classes)]
+    found = forecast(8, layers, [free] * 4, free, 2, schedule="1f1b")
+    # In 16 and in 32 bits, of four samples. And the head's gradient, with and without those of idle
+    # stages.
+    assert found.memory.temporaries == (2 + 4) * 4 * classes + 2 * 4 * WIDTH * classes

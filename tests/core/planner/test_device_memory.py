@@ -110,7 +110,7 @@ def test_a_scanned_trunk_has_its_weights_and_residuals_twice(
     assert (sizes[1] > sizes[0]) == is_more
 
 
-def test_gathers_in_each_tick_need_a_second_whole_layer_and_time() -> None:
+def test_what_devices_share_of_a_stage() -> None:
     width, found = 64, {}
     mesh = make_pipeline_mesh(PipeDataParallelTopology(2, 4), jax.devices())
     layers = [LayerSpec(nn.Dense, width) for _ in range(4)]
@@ -126,4 +126,6 @@ def test_gathers_in_each_tick_need_a_second_whole_layer_and_time() -> None:
     step, tick = found["step"], found["tick"]
     in_16_bits = 2 * (width + 1) * width
     assert tick.memory.temporaries == step.memory.temporaries + in_16_bits
+    # Inputs of two layers are kept, of 4 samples on each of the 4 devices, in 3 slots.
+    assert step.memory.residuals == tick.memory.residuals == 3 * 2 * 4 * width * 4
     assert tick.ticks_s > step.ticks_s
