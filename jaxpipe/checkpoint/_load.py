@@ -1,7 +1,6 @@
 """Loading of a checkpoint into a pipeline with any stages, replicas and processes."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from jaxpipe._util.stores import StorePath
 from jaxpipe._util.typing import PyTree
+from jaxpipe._util.warn import warn
 from jaxpipe.core.pipeline import Pipeline
 from jaxpipe.core.state import (
     HostRows,
@@ -96,7 +96,7 @@ def load_state(
             if model.missing or model.misshapen
             else ""
         )
-        warnings.warn(f"{text}{others}The rest is loaded.", stacklevel=8)
+        warn(f"{text}{others}The rest is loaded.")
     # An average that is missing or incomplete starts from the parameters.
     begins = pipeline.plan.config.ema is not None and (
         not optimizer
@@ -323,9 +323,7 @@ def _compare_optimizer(
             raise CheckpointError(
                 f"{text} Use the same optimizer, or {fits}reset its state with {argument}=False."
             )
-        warnings.warn(
-            f"{text} What fits is loaded; {argument}=False loads none of it.", stacklevel=9
-        )
+        warn(f"{text} What fits is loaded; {argument}=False loads none of it.")
     return found.fitting
 
 
@@ -360,8 +358,7 @@ def _warn_of_casts(
     cast = [key for key in keys if stored[key].dtype != wanted[key].dtype]
     if cast:
         first = cast[0]
-        warnings.warn(
+        warn(
             f"{len(cast)} arrays have another dtype than the checkpoint's and are converted, such "
             f"as {first} from {stored[first].dtype} to {wanted[first].dtype}.",
-            stacklevel=9,
         )

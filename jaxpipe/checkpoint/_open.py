@@ -1,6 +1,5 @@
 """Lookup of checkpoints in a directory."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
@@ -8,6 +7,7 @@ from typing import TypeVar
 
 from jaxpipe._util.paths import any_path
 from jaxpipe._util.stores import AnyPath, StorePath
+from jaxpipe._util.warn import warn
 from jaxpipe.errors import CheckpointError
 
 from ._directory import (
@@ -98,14 +98,14 @@ def _newest(folder: AnyPath) -> str | None:
     if not found:
         return None
     for error in damaged.values():
-        warnings.warn(f"Passed over: {error}", stacklevel=4)
+        warn(f"Passed over: {error}")
     if named is not None and named != found[-1]:
         other = (
             f"was committed after it and is loaded. To go back, load tag={named!r}."
             if named in commits
             else "is the newest checkpoint that is there, and is loaded."
         )
-        warnings.warn(f"{folder / LATEST} names {named!r}, but {found[-1]!r} {other}", stacklevel=4)
+        warn(f"{folder / LATEST} names {named!r}, but {found[-1]!r} {other}")
     return found[-1]
 
 

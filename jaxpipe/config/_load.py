@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, cast
 
 from jaxpipe._util.files import read_file
 from jaxpipe._util.paths import local_path
+from jaxpipe._util.warn import warn
 from jaxpipe.errors import ConfigError, shown
 
 from ._collect import Collector
@@ -137,11 +137,10 @@ def _warn_of_idle_keys(mapping: Mapping[object, object], errors: Collector) -> N
         lines = "".join(
             f"\n  - {', '.join(paths)}: {reason}." for reason, paths in paths_of.items()
         )
-        warnings.warn(
+        warn(
             "The configuration sets keys that have no effect and change no number; remove them to "
             f"silence this warning:{lines}",
             ConfigWarning,
-            stacklevel=5,
         )
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import numpy as np
 
 from jaxpipe._util.numbers import as_flag
+from jaxpipe._util.warn import warn
 from jaxpipe.errors import DataError
 
 from ._place import epoch_holder, get_place, has_place, set_place
@@ -460,11 +460,10 @@ class EpochIterator:
         if differing and position and not self.is_over:
             before = ", ".join(f"{name}={state[name]}" for name in differing)
             now = ", ".join(f"{name}={facts[name]}" for name in differing)
-            warnings.warn(
+            warn(
                 f"epoch {epoch} must go on in the order that it was begun in, but got a loader "
                 f"with {now}, after {samples} samples from a loader with {before}: some samples "
                 "will come twice in this epoch, and others never. Give BatchLoader, or "
                 "training_data and base_seed, the values used before; or continue: later epochs "
                 "are complete.",
-                stacklevel=3,
             )

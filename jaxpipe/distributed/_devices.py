@@ -2,7 +2,6 @@
 
 import os
 import socket
-import warnings
 import zlib
 from collections.abc import Mapping
 from itertools import takewhile
@@ -11,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxpipe._util.warn import warn
 from jaxpipe.errors import LaunchError
 
 from ._gather import gather_numbers
@@ -41,12 +41,11 @@ def warn_of_unused_devices() -> None:
     mine = counts[counts[:, 0] == np.uint32(own[0])]
     present = count_gpus(Path("/"), os.environ)
     if platform in ("gpu", "cuda", "rocm") and mine[:, 1].sum() < present:
-        warnings.warn(
+        warn(
             f"the node {socket.gethostname()} has {present} GPUs, but its {len(mine)} processes "
             f"use {mine[:, 1].sum()} together. Start one process for each GPU, or give "
             f"init_distributed(local_device_ids=range({present})) to use all of them in one "
             "process.",
-            stacklevel=3,
         )
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ import jax
 from jaxpipe._util.imports import raised
 from jaxpipe._util.paths import any_path
 from jaxpipe._util.stores import AnyPath, StorePath
+from jaxpipe._util.warn import warn
 from jaxpipe.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -150,10 +150,9 @@ class Checkpointer:
     ) -> tuple[str | None, dict[str, Any]]:
         found = _found_by_all(load_dir, tag)
         if found is None:
-            warnings.warn(
+            warn(
                 f"load_checkpoint found no checkpoint in {str(load_dir)!r}; the engine is "
                 "unchanged.",
-                stacklevel=7,
             )
             return None, {}
         trainer = self._trainer
@@ -321,11 +320,10 @@ def _data_position(found: Checkpoint) -> dict[str, Any]:
     if len(positions) == jax.process_count():
         return _checked_position(found, decode_state(positions[jax.process_index()]))
     if any(each != positions[0] for each in positions):
-        warnings.warn(
+        warn(
             f"{found.path} holds the places of {len(positions)} data iterators, and there are "
             f"{jax.process_count()} processes now: the data continue from the current position of "
             "each iterator.",
-            stacklevel=3,
         )
         return {"state": None, "is_own": False}
     return _checked_position(found, decode_state(positions[0]))

@@ -1,11 +1,11 @@
 """Parameters and collections of an engine's model, with the tree structure that its user sees."""
 
-import warnings
 from dataclasses import dataclass
 
 import jax
 
 from jaxpipe._util.typing import PyTree
+from jaxpipe._util.warn import warn
 from jaxpipe.core.pipeline import Pipeline, check_opt_state, check_params, read_params
 from jaxpipe.layers import flatten_dict, unflatten_dict
 
@@ -79,10 +79,9 @@ def merge_params(present: PyTree, given: PyTree) -> PyTree:
         "/".join(path) for path in (*now, *(p for p in new if p not in now)) if path not in fits
     ]
     if left:
-        warnings.warn(
+        warn(
             f"load_module_state_dict(strict=False) left out {len(left)} parameters that are "
             "missing, unexpected or of another shape: "
             f"{', '.join(left[:8])}{', ...' if len(left) > 8 else ''}",
-            stacklevel=6,
         )
     return unflatten_dict({**now, **fits})

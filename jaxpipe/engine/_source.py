@@ -3,12 +3,12 @@
 import contextlib
 import itertools
 import logging
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpipe._util.typing import PyTree
+from jaxpipe._util.warn import warn
 from jaxpipe.checkpoint import encode_state
 from jaxpipe.data import Batch, LoaderIterator, MicrobatchStack, get_place, has_place, set_place
 from jaxpipe.distributed import log
@@ -105,20 +105,18 @@ class MicrobatchSource:
             return encoded
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"the checkpoint holds no place in the data, because {why}: a run that loads it "
                 f"trains on the data from where its iterator then begins. {_REPAIR}",
-                stacklevel=6,
             )
         return {**encoded, "why_none": why}
 
     def set_state(self, state: Any, *, is_own: bool, why_none: str | None = None) -> None:
         """Resume from an iterator's state in another run: its `get_state` and `is_own`."""
         if why_none is not None:
-            warnings.warn(
+            warn(
                 f"the checkpoint holds no place in the data, because {why_none}: training goes on "
                 f"from the iterator's current position. {_REPAIR}",
-                stacklevel=2,
             )
         # Without a state, iterators keep their positions. The state is set immediately if the
         # default iterator is meant and exists; otherwise the next iterator that training reads gets
@@ -300,10 +298,9 @@ def _put(iterator: Any, state: Any) -> None:
     if has_place(iterator):
         set_place(iterator, state)
         return
-    warnings.warn(
+    warn(
         f"a {_kind(iterator)} has no set_state or load_state_dict: training goes on from its "
         f"current position, not from the position at which the checkpoint was written. {_REPAIR}",
-        stacklevel=4,
     )
 
 

@@ -1,7 +1,6 @@
 """Warnings for models that can be traced but may not be what the user meant."""
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._util.typing import PyTree
+from jaxpipe._util.warn import warn
 from jaxpipe.distributed import log as write_log
 from jaxpipe.errors import nearest
 
@@ -27,10 +27,9 @@ def warn_of_rules(names: Mapping[str, str | None], warned: set[str]) -> None:
             f"{name!r} (did you mean {names[name]!r}?)" if names[name] else repr(name)
             for name in found
         ]
-        warnings.warn(
+        warn(
             f"sharding_rules has rules for {', '.join(listed)}, but no weight and no constraint of "
             "a layer has such a logical name. Correct the name, or leave the rule out.",
-            stacklevel=4,
         )
 
 
@@ -45,11 +44,10 @@ def warn_of_side(
         meant = nearest(
             name, {each for named in layers for each in named.layer.arguments.names} - set(side)
         )
-        warnings.warn(
+        warn(
             f"side input {name!r} must be named by the call of a layer, but got none that does, so "
             "that nothing uses it. "
             f"{f'Did you mean {meant!r}? Otherwise leave' if meant else 'Leave'} it out.",
-            stacklevel=4,
         )
 
 
@@ -57,13 +55,12 @@ def warn_of_data(paths: Sequence[str], warned: set[str]) -> None:
     """Warn of metadata that names the axis of replicas, once."""
     if paths and "over data" not in warned:
         warned.add("over data")
-        warnings.warn(
+        warn(
             f"{paths[0]}{f' and {len(paths) - 1} further weights' if len(paths) > 1 else ''} must "
             "be whole on each replica, but got 'data' in the partition metadata, which a pipeline "
             "ignores. To divide weights over replicas, give the topology an axis fsdp and "
             'map the name to it, sharding_rules=(("data", "fsdp"),); '
             'otherwise write sharding_rules=(("data", None),).',
-            stacklevel=4,
         )
 
 
@@ -100,9 +97,8 @@ def warn_of_switches(switches: Mapping[str, Mapping[str, bool]], warned: set[str
             for name, value in names.items()
         }
         listed = ", ".join(f"{layer} ({', '.join(names)})" for layer, names in found.items())
-        warnings.warn(
+        warn(
             "boolean arguments of the calls of these layers are at their defaults, with which "
             f"training draws no random numbers, or leaves collections unchanged: {listed}. If "
             f"they say whether this is training, write {' or '.join(calls)}.",
-            stacklevel=4,
         )

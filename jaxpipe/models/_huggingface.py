@@ -1,11 +1,11 @@
 """Reading of Hugging Face's `config.json`, without ignoring any key that would change results."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
+from jaxpipe._util.warn import warn
 from jaxpipe.config import (
     ConfigWarning,
     integer_of_at_least,
@@ -253,12 +253,11 @@ class ConfigKeys:
             for key in unknown[:_SHOWN]
         )
         more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
-        warnings.warn(
+        warn(
             f"config.json has keys that are not known with model_type={self.model_type!r} and are "
             f"ignored: {listed}{more}. If one of them changes what the model computes, use your "
             "own model; otherwise pass the file's contents without them to silence this warning.",
             ConfigWarning,
-            stacklevel=3,
         )
 
 

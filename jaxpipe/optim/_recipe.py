@@ -1,6 +1,5 @@
 """Parameters of the optimisers in the configuration."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import optax
 
+from jaxpipe._util.warn import warn
 from jaxpipe.config import Refusal, Section, Unused, idle_keys, read_flag
 
 from ._for_model import Matrices
@@ -60,6 +60,4 @@ def warn_of_tuning(cls: type[OptimizerParams], params: Mapping[Any, Any]) -> Non
     """Warn of all `optimizer.params` that are set but have no effect."""
     names = ", ".join(sorted(where for where, _ in idle_keys(cls, params, SECTION)))
     if names:
-        warnings.warn(
-            f"{names} tunes PyTorch and has no effect here. Remove it.", UserWarning, stacklevel=3
-        )
+        warn(f"{names} tunes PyTorch and has no effect here. Remove it.", UserWarning)

@@ -1,7 +1,6 @@
 """Names of DeepSpeed's `checkpointing` that are aliases here, or have no effect."""
 
-import warnings
-
+from jaxpipe._util.warn import warn
 from jaxpipe.config import ConfigWarning
 from jaxpipe.errors import refused
 from jaxpipe.layers.recompute import checkpoint
@@ -50,9 +49,8 @@ def set_num_layers(nlayers: int) -> None:
     Args:
         nlayers: Number of layers.
     """
-    warnings.warn(
+    warn(
         "No effect: num_checkpoints (activation_checkpointing.number_checkpoints): there is no "
         "contiguous buffer to size.",
         ConfigWarning,
-        stacklevel=2,
     )

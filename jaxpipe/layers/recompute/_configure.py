@@ -1,7 +1,6 @@
 """DeepSpeed's functions that configure how recompute stores the inputs that it keeps."""
 
 import dataclasses
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -11,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpipe._util.numbers import as_flag, as_integer
+from jaxpipe._util.warn import warn
 from jaxpipe.config import ConfigWarning, TrainConfig, load_config
 from jaxpipe.errors import ConfigError
 
@@ -216,7 +216,7 @@ def _resolve(unit: Any, config: ConfigLike, explicit: Mapping[str, Any]) -> Reco
     ]
     if reasons:
         # The warning points to the caller of `configure`, or of `settings_for`.
-        warnings.warn(f"No effect: {'; '.join(reasons)}.", ConfigWarning, stacklevel=3)
+        warn(f"No effect: {'; '.join(reasons)}.", ConfigWarning)
     return RecomputeSettings(
         partition_activations=values["partition_activations"],
         checkpoint_in_cpu=values["checkpoint_in_cpu"],

@@ -4,7 +4,6 @@ They say how kept inputs are stored. A call of `checkpoint` finds its settings h
 """
 
 import dataclasses
-import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 
 from jax.sharding import Mesh
 
+from jaxpipe._util.warn import warn
 from jaxpipe.config import ConfigWarning
 
 
@@ -122,11 +122,10 @@ def warn_unfollowed(settings: RecomputeSettings) -> None:
     asked = [f"activation_checkpointing.{key}" for key, value in keys.items() if value]
     # Those of `configure` may be meant for another model.
     if asked and not settings.configured:
-        warnings.warn(
+        warn(
             f"No effect: {' and '.join(asked)}, because no layer is recomputed. Set "
             "pipeline.activation_checkpoint_interval to the number of layers in a recomputed "
             "group, mark layers with LayerSpec(...).remat(), or call "
             "jaxpipe.checkpointing.checkpoint in a layer.",
             ConfigWarning,
-            stacklevel=4,
         )

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from typing import Any, Literal, get_args
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxpipe._util.files import read_file
 from jaxpipe._util.paths import local_path
+from jaxpipe._util.warn import warn
 from jaxpipe.config import (
     ConfigWarning,
     Section,
@@ -258,8 +258,7 @@ class DeepSpeedTransformerConfig(Section):
             yield self._wrong("stochastic_mode", rule, "Leave out one of them")
 
     def _warn(self, what: str, why: str) -> None:
-        warnings.warn(
+        warn(
             f"No effect: {what} of DeepSpeedTransformerConfig, because {why}.",
             ConfigWarning,
-            stacklevel=4,
         )

@@ -1,6 +1,5 @@
 """DeepSpeed's transformer layer as a Flax Linen module."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._util.warn import warn
 from jaxpipe.config import ConfigWarning
 from jaxpipe.errors import LayerError
 from jaxpipe.layers.recompute import is_first, traced_mesh
@@ -271,4 +271,4 @@ def _warn_unused(config: DeepSpeedTransformerConfig, dtype: Any) -> None:
         message = f"No effect: {name} of DeepSpeedTransformerConfig, because {why}."
         # A model traces equal layers many times.
         if is_first(message):
-            warnings.warn(message, ConfigWarning, stacklevel=2)
+            warn(message, ConfigWarning)

@@ -1,10 +1,10 @@
 """The releases of JAX that this library is tested with, and warnings for others."""
 
-import warnings
 from collections.abc import Collection
 
 import jax
 
+from jaxpipe._util.warn import warn
 from jaxpipe.errors import ConfigError
 
 NEWEST_TESTED = (0, 12)
@@ -26,12 +26,11 @@ def check_jax() -> None:
         )
     if jax.__version_info__[:2] > NEWEST_TESTED:
         tested = ".".join(map(str, NEWEST_TESTED))
-        warnings.warn(
+        warn(
             f"JAX {jax.__version__} is newer than {tested}, the last that this jaxpipe is tested "
             "with. Numbers stay right, but programs may hold more for the backward. Update "
             "jaxpipe, or install an older JAX.",
             UserWarning,
-            stacklevel=2,
         )
 
 
@@ -39,11 +38,10 @@ def warn_of_unknown(names: Collection[str]) -> None:
     """Warn about primitives that this library does not know; Python shows each warning once."""
     if names:
         noun = "primitive" if len(names) == 1 else "primitives"
-        warnings.warn(
+        warn(
             f"jaxpipe does not know the {noun} "
             f"{', '.join(sorted(names))} of JAX {jax.__version__}. Numbers stay right: the results "
             "are held for the backward instead of being recomputed, and plans count no operations "
             "for them. Update jaxpipe if there is a newer release.",
             UserWarning,
-            stacklevel=2,
         )
