@@ -239,6 +239,7 @@ def test_mistakes_write_nothing(runs: Runs, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_older_checkpoints_have_adapters_by_name(runs: Runs, tmp_path: Path) -> None:
     path, params = runs["adapters"]
     tag, config = tmp_path / "run" / "global_step1", config_of(tied=True)
@@ -320,6 +321,7 @@ def test_collections_have_no_names(tmp_path: Path) -> None:
         save_huggingface(saved(tmp_path), tmp_path / "out", ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["out", "out/model.safetensors"])
 def test_a_file_where_a_folder_should_be_and_a_folder_for_a_file(
     at: str, runs: Runs, tmp_path: Path

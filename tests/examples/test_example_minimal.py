@@ -8,6 +8,7 @@ from _run_example import run_example
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     losses = [
         float(loss)
