@@ -3,13 +3,14 @@
 import inspect
 import warnings
 
+# Packages whose frames lie between the user's line and a warning.
 _PASSED = ("jaxpipe", "jax", "flax", "contextlib", "functools", "importlib")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of the line outside this package, and the libraries it is called through, that led here.
+    """Warn at the user's line: the nearest one outside this package and the libraries below it.
 
-    Python counts frames instead (`stacklevel`), of which each way to a place has its own number.
+    `stacklevel` of `warnings.warn` counts frames, whose number differs between callers.
     """
     frame = last = inspect.currentframe()
     while frame is not None and _module(frame.f_globals).partition(".")[0] in _PASSED:
