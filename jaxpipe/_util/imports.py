@@ -9,7 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from jaxpipe.errors import ConfigError, JaxpipeError
+from jaxpipe.errors import ConfigError, JaxpipeError, nearest
 
 
 def import_named(text: str, what: str, example: str) -> Any:
@@ -53,10 +53,16 @@ def import_named(text: str, what: str, example: str) -> Any:
 
 def _module_of(file: Path, text: str, what: str) -> str:
     """The name under which a file can be imported, after adding the folder to `sys.path`."""
-    if not file.is_file() or file.suffix != ".py" or "." in file.stem:
+    if not file.is_file():
+        near = nearest(file.name, [each.name for each in file.parent.glob("*.py")])
         raise ConfigError(
-            f"{what}'s file must exist and be NAME.py, with one dot, but got {text!r} in "
-            f"{Path.cwd()}. Correct the path."
+            f"{what}'s file must exist, but got {text!r}, and {file} is not there. "
+            f"{f'Did you mean {near}?' if near else 'Correct the path.'}"
+        )
+    if file.suffix != ".py" or "." in file.stem:
+        raise ConfigError(
+            f"{what}'s file must be NAME.py, with one dot, as Python can import it, but got "
+            f"{text!r}. Rename the file."
         )
     folder = file.parent
     names = [file.stem]

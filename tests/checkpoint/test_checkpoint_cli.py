@@ -14,7 +14,6 @@ from _saved import copied, files_with, flip, saved, trained
 import jaxpipe
 from jaxpipe.checkpoint import (
     _cli,
-    export_safetensors,
     inspect_checkpoint,
     load_params,
     load_safetensors,
@@ -135,34 +134,35 @@ def test_export_lists_what_it_wrote(
     assert sorted(listed) == sorted(str(path) for path in shards.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("text", "limit"),
-    [
-        ("4096", 4096),
-        ("4096B", 4096),
-        ("4KiB", 4096),
-        ("4.096 kB", 4096),
-        ("2mib", 2097152),
-        ("5GB", 5_000_000_000),
-        ("1.5T", 1_500_000_000_000),
-    ],
-)
-def test_sizes_have_units(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, limit: int
-) -> None:
-    limits: list[Any] = []
+def test_sizes_have_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {}
 
-    def export(*args: Any, max_shard_bytes: int) -> Any:
-        limits.append(max_shard_bytes)
-        return export_safetensors(*args, max_shard_bytes=max_shard_bytes)
+    def export(path: Path, *_: Any, max_shard_bytes: int) -> list[Path]:
+        limits[path.name] = max_shard_bytes
+        return []
 
     monkeypatch.setattr(_cli, "export_safetensors", export)
-    target = tmp_path / "m.safetensors"
-    assert main(["export", str(saved(root)), "--out", str(target), "--max-shard-bytes", text]) == 0
-    assert limits == [limit]
-    is_one_file = limit > 1_000_000
-    assert (list(tmp_path.glob("m-*")) == []) == is_one_file
-    assert target.exists() == is_one_file
+    sizes = {
+        "4096": 4096,
+        "4096B": 4096,
+        "4KiB": 4096,
+        "4.096 kB": 4096,
+        "2mib": 2097152,
+        "5GB": 5_000_000_000,
+        "1.5T": 1_500_000_000_000,
+    }
+    for text in sizes:
+        assert main(["export", text, "--out", "m.safetensors", "--max-shard-bytes", text]) == 0
+    assert limits == sizes
+
+
+def test_a_limit_divides_an_export(root: Path, tmp_path: Path) -> None:
+    for name, size in [("parts", "4KiB"), ("whole", "5GB")]:
+        target = tmp_path / f"{name}.safetensors"
+        command = ["export", str(saved(root)), "--out", str(target), "--max-shard-bytes", size]
+        assert main(command) == 0
+        assert target.exists() == (name == "whole")
+    assert len(list(tmp_path.glob("parts-*"))) > 1
 
 
 @pytest.mark.parametrize(
